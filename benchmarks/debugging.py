@@ -21,7 +21,7 @@ SIZES = {"1 ms": (64, 256, 64), "10 ms": (256, 1024, 128)}
 
 @row("debugging", "unused")
 def unused() -> Iterator[Figure]:
-    """Measure a step with the agent and checks alternately on and off, with and without the recorder, served or not."""
+    """Measure a step with and without the agent and checks, the flight recorder, and access by other processes."""
     for name, size in SIZES.items():
         found, without = launched(size, recorder=True), launched(size, recorder=False)
         for clock, what in enumerate(("wall clock", "CPU time")):

@@ -445,7 +445,7 @@ def _field_in(message: str, given: Mapping[str, Any]) -> str:
 
 
 def in_words(message: str, labels: Mapping[str, str]) -> str:
-    """Return an error in the words of a form, with labels, yes and no.
+    """Return an error in the words of a form: labels instead of names, and yes and no instead of True and False.
 
     Args:
         message: The error of the dataclass, or of the text of a field.

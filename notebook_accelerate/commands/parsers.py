@@ -72,11 +72,11 @@ def add_config_file(parser: argparse.ArgumentParser, help: str, **options: Any) 
 
 
 def in_options(message: str, options: Mapping[str, str]) -> str:
-    """Return an error with the options of a command in place of parameters, such as "--queue" for "queue=True".
+    """Return an error message with a command's options in place of parameters, such as "--queue" for "queue=True".
 
     Args:
-        message: The error.
-        options: The names of the options, by parameter. Other parameters are left as they are.
+        message: The error message.
+        options: The names of the options, by parameter. Parameters that have no option are left as they are.
     """
 
     def option(found: re.Match[str]) -> str:

@@ -301,7 +301,7 @@ def answer(
         query: A function of this module.
         options: The function's arguments by name. "run" is the name of the run: NAME, NAME@PID or a folder.
         allowed: Whether the query may change the run.
-        words: Rewrites an error, which contains the names of the arguments.
+        words: A function that rewrites an error message, for example to name options instead of arguments.
     """
     if query in CHANGING and not allowed:
         return _error("NotAllowedError", f"{query.__name__} {NOT_ALLOWED}", 3)

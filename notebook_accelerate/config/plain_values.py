@@ -95,10 +95,10 @@ def format_setting(value: Any) -> str:
 
 
 def value_in_words(value: Any) -> str:
-    """Return a setting for people who do not read code: text without quotes, and yes or no.
+    """Return a setting for people who do not read code: strings have no quotes, and booleans are yes or no.
 
     Args:
-        value: A value of `format_setting`.
+        value: A value that `format_setting` accepts.
     """
     if isinstance(value, bool):
         return "yes" if value else "no"
@@ -116,7 +116,7 @@ _PARAMETER = re.compile(r"([?&]([^=&\s'\"]*)=)[^&#\s'\"]*")
 _SHORT = 4
 """Values shorter than this are not hidden in text, because they may also occur in ordinary words."""
 _FOLDERS = ("PWD", "OLDPWD")
-"""Environment variables with folders, whose names would otherwise denote passwords."""
+"""Environment variables that contain folders. They are not secrets, although pwd also abbreviates "password"."""
 
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")

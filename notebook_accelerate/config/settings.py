@@ -365,7 +365,7 @@ def words_of(name: str) -> str:
 
 
 def labels_of(cls: type[Any]) -> dict[str, str]:
-    """Return what people read in place of the names of a dataclass's fields, such as "Number of processes", by name.
+    """Return the labels of a dataclass's fields, such as "Number of processes", by the name of the field.
 
     Args:
         cls: The dataclass. Fields that are not settings may have a "label" in their ``metadata``.

@@ -33,10 +33,10 @@ _senders: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 class Notifier:
-    """Sends messages about a run until it ends. A thread sends them, which exists only while messages are waiting.
+    """Sends messages about a run until it ends. The thread that sends them exists only while messages are waiting.
 
-    A message that waits is replaced by a newer one about the same kind of event, so only a few can wait for a receiver
-    that is slow.
+    If a message is still waiting, a newer one about the same kind of event replaces it, so only a few can wait for a
+    slow receiver.
 
     Args:
         run: The run, with ``config.notify``.

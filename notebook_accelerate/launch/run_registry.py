@@ -187,7 +187,7 @@ def watch_launches(launched: Callable[[Run], None]) -> None:
 
 
 def watch_shutdown(end: Callable[[], None]) -> None:
-    """Call a method of an object that launches runs before `shutdown` stops them. It must launch no further runs."""
+    """Register a method that `shutdown` calls first. Afterwards, the method's object must launch no further runs."""
     with _lock:
         _launchers.append(weakref.WeakMethod(end))
 

@@ -388,7 +388,7 @@ class RankReader:
             facts.loader = max(facts.loader, self._later_loading())
 
     def _read_outside(self) -> None:
-        """Add up the samples between the operations whose stacks are outside of torch, by the user's lines."""
+        """Add up the samples that were taken between operations and end outside of torch, by the user's lines."""
         lines = self._lines
         outside = [is_outside_torch([lines.frames[each] for each in stack]) for stack in lines.stacks]
         totals: dict[Line, float] = {}

@@ -41,9 +41,9 @@ class Collective(NamedTuple):
         return f"the {self.number}{'th' if teens else {1: 'st', 2: 'nd', 3: 'rd'}.get(last, 'th')} collective"
 
     def inputs(self) -> str:
-        """Return the inputs in brackets, such as " (float32 [128])", or "" if they are unknown.
+        """Return the inputs in parentheses, such as " (float32 [128])", or "" if they are unknown.
 
-        Pickled objects are tensors of bytes. Their size is shown instead.
+        Pickled objects are sent as tensors of bytes, so only their total size is shown.
         """
         pairs = list(zip(self.dtypes, self.shapes, strict=False))
         if pairs and all(dtype == "u8" for dtype, _ in pairs):

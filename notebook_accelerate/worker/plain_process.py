@@ -49,8 +49,8 @@ def leave_notebook() -> Any:
 def fork_children() -> None:
     """Make multiprocessing fork the processes that this rank starts, such as a data loader's workers.
 
-    Since Python 3.14, a server starts them on Linux. They import the classes of their arguments, but no process can
-    import the classes of cells. A start method that the function chooses takes precedence.
+    Since Python 3.14, the default on Linux is forkserver, whose processes must import the classes of their arguments.
+    Classes defined in cells cannot be imported. A start method that the function chooses takes precedence.
     """
     if sys.version_info >= (3, 14) and sys.platform == "linux":
         from multiprocessing import context

@@ -68,7 +68,7 @@ function ticks(splits) {
 
 const SIZES = [[1e12, "TB"], [1e9, "GB"], [1e6, "MB"], [1e3, "kB"], [1, "B"]];
 
-/* Returns the bytes and the name of the unit in which people read a number of bytes. */
+/* Returns the size in bytes and the name of the unit that suits a number of bytes. */
 const unitOf = (bytes) => SIZES.find(([size]) => Math.abs(bytes) >= 0.9995 * size) ?? SIZES.at(-1);
 
 /* Returns a number of bytes as text, as size_text in config/plain_values.py does. */

@@ -249,7 +249,7 @@ def _libraries_and_threads(maps: str) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def _native_thread_names() -> set[str]:
-    """Return the names that Linux records for threads. Since Python 3.14, they include Python's names."""
+    """Return Linux's names of the threads, without this package's. Since Python 3.14, they include Python's names."""
     found = set()
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # The thread may have just ended.

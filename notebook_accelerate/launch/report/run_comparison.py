@@ -27,7 +27,7 @@ _HIDDEN_SETTINGS = (*VARIABLES, "num_processes", "block", "panel", "use_port", "
 """Settings that get no column, because they do not affect the training, have one already, or may contain a secret."""
 _DEFAULTS = {each.name: each.default for each in fields(LaunchConfig)}
 _PLACES = ("devices",)
-"""Settings that come last, because each run of a sweep has others."""
+"""Settings whose columns come after the metrics, because they differ in every sweep."""
 _CHOICES = frozenset(_DEFAULTS) - {*_HIDDEN_SETTINGS, *_PLACES}
 _HIGHER = re.compile(r"acc|f1|auc|bleu|rouge|reward|score|precision|recall|iou|psnr|ssim|r2", re.IGNORECASE)
 _LOWER = re.compile(r"loss|err|perplexity|ppl|mae|mse|nll|fid|(?:^|[/_])(?:wer|cer)", re.IGNORECASE)

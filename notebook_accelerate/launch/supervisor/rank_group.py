@@ -156,7 +156,7 @@ class RankGroup:
         self.events.record()
 
     def _exclude_gap(self, slept: float = 0.0) -> None:
-        """Exclude the time that this thread did not run since the last call from the time limits, if it is long.
+        """If this thread was suspended for long since the last call, exclude that time from the time limits.
 
         Args:
             slept: The number of seconds that the thread was meant to sleep.

@@ -188,7 +188,7 @@ _BY_REASON: dict[str, list[str]] = {
     "a DeepSpeedPlugin sets the number of accumulation steps; Accelerate warns even if the Accelerator has the default": [
         "deepspeed.stage_2_accumulates",
     ],
-    "a model without an optimizer never becomes the one that backward trains; Accelerate warns for every second model": [
+    "a model without an optimizer never becomes the one that backward trains; Accelerate warns about each further model": [
         "deepspeed.a_student_learns_from_a_teacher",
     ],
     "DeepSpeed engines can be prepared without a loader, and several in one call": [
