@@ -221,7 +221,8 @@ def together(session: nox.Session, tag: str, lanes: int) -> None:
     seconds: defaultdict[str, float] = defaultdict(float)
     for path in sorted(REPORTS.glob("*.xml")):
         for case in ET.parse(path).iter("testcase"):
-            seconds[str(case.get("classname"))] += float(case.get("time", 0))
+            # A test in a class has the name of the class after the module's.
+            seconds[re.sub(r"(\.[A-Z]\w*)+$", "", str(case.get("classname")))] += float(case.get("time", 0))
             kinds = [kind for kind in ("failure", "error", "skipped") if case.find(kind) is not None]
             counts[kinds[0] if kinds else "passed"] += 1
             if kinds and kinds[0] != "skipped":

@@ -83,4 +83,4 @@ def in_options(message: str, options: Mapping[str, str]) -> str:
         name, value = found.groups()
         return f"--{options[name]}{'' if value else ' '}" if name in options else found[0]
 
-    return re.sub(r"(?<![\w.$'\"-])([a-z]\w*)=(True\b|(?=[^=\s]))", option, message)
+    return re.sub(r"(?<![\w.$'\"-])([a-z]\w*)=(True\b|(?!False\b)(?=[^=\s]))", option, message)

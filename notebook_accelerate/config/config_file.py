@@ -157,7 +157,8 @@ class BaseConfig:
             raise ValueError(f"{source} has unknown keys: {names}; known: {', '.join(sorted(known))}")
         required = [each.name for each in dataclasses.fields(cls) if each.default is each.default_factory is MISSING]
         if missing := [name for name in required if name not in config]:
-            raise ValueError(f"{source} has no {' and no '.join(missing)}; add a line for each: {missing[0]}: VALUE")
+            lines = ", ".join(f"{name}: VALUE" for name in missing)
+            raise ValueError(f"{source} has no {' and no '.join(missing)}; add: {lines}")
         checked = {name: _checked(name, value, str(known[name]), source) for name, value in config.items()}
         return cls(**checked)
 

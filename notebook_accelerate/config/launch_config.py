@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
+import logging
 import os
 import re
 import string
@@ -367,6 +368,17 @@ _ADDRESS = re.compile(
 )
 
 
+@contextmanager
+def without_apprise_logs() -> Iterator[None]:
+    """Disable apprise's logger for a while, because its warnings contain parts of addresses, which are secrets."""
+    logger = logging.getLogger("apprise")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
 def _check_notify(config: LaunchConfig) -> None:
     """Check the receiver of messages. Never put its address into an error, because it may contain a token."""
     given = config.notify
@@ -384,7 +396,9 @@ def _check_notify(config: LaunchConfig) -> None:
     if other := address["other"]:
         if importlib.util.find_spec("apprise") is None:
             raise ValueError(f"notify='{other}://...' needs apprise: pip install 'notebook-accelerate[notify]'")
-        if not importlib.import_module("apprise").Apprise().add(given):
+        with without_apprise_logs():
+            known = importlib.import_module("apprise").Apprise().add(given)
+        if not known:
             raise ValueError(f"notify='{other}://...' is not an address of apprise; see https://appriseit.com/services")
 
 

@@ -115,8 +115,10 @@ _USER = re.compile(r"(?<=://)(?:[^\s'\"/@:]*:[^\s'\"]*|[^\s'\"/@]*)@")
 _PARAMETER = re.compile(r"([?&]([^=&\s'\"]*)=)[^&#\s'\"]*")
 _SHORT = 4
 """Values shorter than this are not hidden in text, because they may also occur in ordinary words."""
-_FOLDERS = ("PWD", "OLDPWD")
-"""Environment variables that contain folders. They are not secrets, although pwd also abbreviates "password"."""
+_SHORT_VARIABLE = 8
+"""Values of environment variables shorter than this are not hidden, because they may be words such as "true"."""
+_PATHS = re.compile(r"(?:OLD)?PWD|.*_(?:DIR|FILE|PATH)")
+"""Names of environment variables that contain paths, which are not secrets, as in HF_TOKEN_PATH."""
 
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
@@ -205,7 +207,11 @@ def redact(text: str, settings: DataclassInstance) -> str:
         text: The other program's text.
         settings: The dataclass with the secrets.
     """
-    secrets = [value for name, value in os.environ.items() if is_secret_name(name) and name not in _FOLDERS]
+    secrets = [
+        value
+        for name, value in os.environ.items()
+        if len(value) >= _SHORT_VARIABLE and is_secret_name(name) and not _PATHS.fullmatch(name)
+    ]
     for entry in dataclasses.fields(settings):
         if entry.name in VARIABLES:
             # The values in a runtime environment have names one level further down.

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from notebook_accelerate.config.launch_config import without_apprise_logs
 from notebook_accelerate.config.plain_values import redact
 from notebook_accelerate.launch.detached.control_client import warn
 from notebook_accelerate.launch.report.markup import duration
@@ -89,22 +90,28 @@ class Notifier:
 
     def _put(self, event: str, text: str) -> None:
         with self._lock:
+            self._waiting.pop(event, None)  # Otherwise, the new message would take the place of the earlier one.
             self._waiting[event] = text
-            if not self._is_sending:
-                sender = threading.Thread(target=self._send_waiting, name="notebook-accelerate-notify", daemon=True)
-                sender.start()
-                self._is_sending = True
-                _senders.add(sender)
+            if self._is_sending:
+                return
+            self._is_sending = True
+        sender = threading.Thread(target=self._send_waiting, name="notebook-accelerate-notify", daemon=True)
+        try:
+            sender.start()
+            _senders.add(sender)
+        except RuntimeError:  # Some versions of Python start no threads while the process exits.
+            self._send_waiting()
 
     def _send_waiting(self) -> None:
         while event := self._next_event():
             if event == "warning":
                 self._ended.wait(SETTLE_SECONDS)
-                self._waiting[event] = self._text()
             with self._lock:
-                message = {"run": self._run.name, "event": event, "text": self._waiting.pop(event)}
+                text = self._waiting.pop(event)
             try:
-                _send_to(self._receiver, message)
+                if event == "warning":
+                    text = self._text()  # Include what other ranks have reported since then.
+                _send_to(self._receiver, {"run": self._run.name, "event": event, "text": text})
             except BaseException as error:  # noqa: BLE001 - a receiver that fails must not affect the run
                 # Other texts of errors may contain the address, which is a secret.
                 detail = error if callable(self._receiver) else getattr(error, "code", getattr(error, "reason", ""))
@@ -146,7 +153,9 @@ def _send_to(receiver: Any, message: dict[str, str]) -> None:
 
     if not receiver.lower().startswith(("http://", "https://")):
         service = importlib.import_module("apprise").Apprise()
-        if not (service.add(receiver) and service.notify(message["text"], f"{message['run']} {message['event']}")):
+        with without_apprise_logs():
+            sent = service.add(receiver) and service.notify(message["text"], f"{message['run']} {message['event']}")
+        if not sent:
             raise error.URLError("apprise could not send it")
         return
     data = json.dumps(message).encode()

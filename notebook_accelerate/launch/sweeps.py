@@ -279,7 +279,7 @@ class Sweep:
     def _watch_trials(self) -> None:
         for trial in list(self._live):
             ended = trial.run.done
-            version = internals(trial.run).store.changes
+            version = internals(trial.run).store.metric_changes
             if version != trial.version and not trial.is_cut_short:
                 trial.version = version
                 trial.is_cut_short = self._source.prunes(trial) or self._stop_says(trial.run)

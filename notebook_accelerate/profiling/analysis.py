@@ -214,7 +214,7 @@ def outside_torch(ranks: Sequence[RankFacts], others: Sequence[Finding]) -> list
     for group in _alike(slow, lambda each: cost(each) / each.step):
         first = max(group, key=cost)
         text = (
-            f"{_percent(first.outside / first.step)} of each step of {_names(group)} ({_time(first.outside)}) passes "
+            f"{_percent(first.outside / first.step)} of each step of {_names(group)} ({_time(first.outside)}) is spent "
             f"outside of torch's operations, mostly{_at(first.outside_line)}; move this work out of the training loop"
         )
         found.append(Finding("outside_torch", text, _numbers(group), _lines([first.outside_line]), cost(first)))

@@ -223,6 +223,7 @@ class Store:
 
     Attributes:
         changes: How many times something was added. Views compare this number at fixed intervals.
+        metric_changes: How many times metrics were added.
     """
 
     def __init__(
@@ -240,7 +241,7 @@ class Store:
         self._log_bytes: Counter[int] = Counter()
         self._log_count: Counter[int] = Counter()
         self.log_total = 0
-        self.changes = 0
+        self.changes = self.metric_changes = 0
         self._step_times: dict[int, deque[StepTimeEvent]] = {}
         # The optimizer's latest step on each rank, kept separately because logged steps may be counted differently.
         self._counted: dict[int, int] = {}
@@ -297,6 +298,7 @@ class Store:
 
     def _add_metric(self, record: Record, event: MetricEvent) -> None:
         rank, time, _ = record
+        self.metric_changes += 1
         step = self.last_step.get(rank, -1) if event.step is None else to_int64(event.step)
         if step is not None:
             self.last_step[rank] = step

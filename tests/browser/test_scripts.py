@@ -290,6 +290,10 @@ def test_a_hidden_curve_stays_hidden_when_its_run_is_renamed(blank: Any) -> None
     blank.evaluate("() => { model.put('order', ['run 1']); log(1, 0, 5); panel.hidden.add('run 1'); }")
     blank.evaluate("() => model.put('order', ['run 1: lr 3', 'run 2: lr 4'])")
     assert blank.evaluate("() => [...panel.hidden]") == ["run 1: lr 3"]
+    blank.evaluate("() => model.put('order', ['run 2: lr 4', 'run 3: lr 5'])")
+    assert blank.evaluate("() => [...panel.hidden]") == ["run 1: lr 3"]
+    blank.evaluate("() => model.put('order', ['run 3', 'run 1: lr 3, width 8'])")
+    assert blank.evaluate("() => [...panel.hidden]") == ["run 1: lr 3, width 8"]
 
 
 _CARDS = """(curves) => {

@@ -231,6 +231,8 @@ const AUTOMATIC = {
 const IN_GB = new Set(["system/memory_gb", "system/gpu_memory_gb"]);
 const isAutomatic = (metric) => metric.startsWith("auto/") || metric in AUTOMATIC;
 const titleOf = (metric) => AUTOMATIC[metric] ?? metric.replace(/^auto\/lr_group_/, "learning rate of group ");
+/* Returns the name of a run without the arguments that follow it, such as "train 3" for "train 3: lr 0.1". */
+const runOf = (label) => label.split(": ", 1)[0];
 const isRank = (label) => /(^|· )rank \d+$/.test(label);
 
 function icon(path) {
@@ -666,11 +668,10 @@ class Panel {
     const hidden = () => this.layout(), order = () => { this.chipKey = ""; this.redraw(); };
     /* A new run may change the names of the others, because names contain the arguments that differ. */
     const renamed = () => {
-      const before = this.order, now = this.order = this.model.get("order") ?? [];
-      this.hidden = new Set([...this.hidden].map((label) => (now.includes(label) ? label : now[before.indexOf(label)] ?? label)));
+      const now = this.model.get("order") ?? [], named = new Map(now.map((label) => [runOf(label), label]));
+      this.hidden = new Set([...this.hidden].map((label) => (now.includes(label) ? label : named.get(runOf(label)) ?? label)));
       order();
     };
-    this.order = this.model.get("order") ?? [];
     this.model.on("change:hidden_metrics", hidden);
     this.model.on("change:order", renamed);
     // The filter of a table in the same card hides curves; see table.js.

@@ -145,7 +145,7 @@ def test_unknown_and_missing_keys_and_values_are_reported(tmp_path: Path) -> Non
     with pytest.raises(ValueError, match="'fp61' is not allowed; pass one of 'no', 'fp8', 'fp16', 'bf16'"):
         load_config_from_file(path)
     path.write_text("compute_environment: AMAZON_SAGEMAKER\nprofile: a\n")
-    with pytest.raises(ValueError, match="has no ec2_instance_type and no iam_role_name; add a line for each: ec2_ins"):
+    with pytest.raises(ValueError, match="has no ec2_instance_type and no iam_role_name; add: ec2_ins"):
         load_config_from_file(path)
     with pytest.raises(FileNotFoundError, match="write_basic_config"):
         load_config_from_file(tmp_path / "missing.yaml")

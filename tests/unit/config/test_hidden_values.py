@@ -121,3 +121,10 @@ def test_texts_of_ray_are_redacted() -> None:
     assert SECRET not in redact(ray_driver.unreachable(ADDRESS, error), CLUSTER)
     assert SECRET not in redact(f"could not install with TOKEN={SECRET}", CLUSTER)
     assert redact("nothing to hide", RayCluster()) == "nothing to hide"
+
+
+def test_secrets_of_the_environment_are_redacted_but_not_its_words_and_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {"HF_HUB_DISABLE_IMPLICIT_TOKEN": "true", "HF_TOKEN_PATH": "/home/me/token", "HF_TOKEN": "hf_a1b2c3d4"}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    assert redact(" ".join(values.values()), RayCluster()) == "true /home/me/token ***"

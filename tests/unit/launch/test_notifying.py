@@ -202,6 +202,34 @@ def test_one_message_of_each_kind_waits_and_the_last_one_is_sent(receiver: Recei
     assert "cause 19" in receiver.messages[-2]["text"]
 
 
+def test_a_newer_message_of_a_kind_is_sent_after_those_of_other_kinds(receiver: Receiver) -> None:
+    receiver.replies.clear()
+    run = _notified(receiver)
+    run._internals.journal.append(RunStalled(0.0, "first"))
+    until(lambda: receiver.events == ["stalled"])
+    for event in (RunStalled(0.0, "second"), WarningAdded("slow"), RunStalled(0.0, "third")):
+        run._internals.journal.append(event)
+    receiver.replies.set()
+    until(lambda: receiver.events == ["stalled", "warning", "stalled"])
+    assert "third" in receiver.messages[-1]["text"]
+
+
+def test_messages_are_sent_while_the_process_exits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.12.1 starts no threads then."""
+    messages: list[dict[str, str]] = []
+    run = make_run(name="made", notify=messages.append)
+    Notifier(run)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", _start_no_thread)
+        for cause in ("first", "second"):
+            run._internals.journal.append(RunStalled(0.0, cause))
+    assert [message["event"] for message in messages] == ["stalled", "stalled"]
+
+
+def _start_no_thread(thread: threading.Thread) -> None:
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+
+
 def test_warnings_with_one_cause_become_one_message(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(notifying, "SETTLE_SECONDS", 0.2)
     journal = _notified(receiver)._internals.journal
@@ -264,7 +292,9 @@ def test_invalid_receivers_are_refused_without_showing_them(values: dict[str, An
     assert TOKEN not in str(caught.value)
 
 
-def test_other_addresses_need_apprise(monkeypatch: pytest.MonkeyPatch, receiver: Receiver) -> None:
+def test_other_addresses_need_apprise(
+    monkeypatch: pytest.MonkeyPatch, receiver: Receiver, caplog: pytest.LogCaptureFixture
+) -> None:
     address = receiver.url.replace("http://", "json://")
     with monkeypatch.context() as patch:
         patch.setattr("importlib.util.find_spec", lambda _: None)
@@ -273,6 +303,9 @@ def test_other_addresses_need_apprise(monkeypatch: pytest.MonkeyPatch, receiver:
     apprise = pytest.importorskip("apprise")
     with pytest.raises(ValueError, match=r"'jsno://...' is not an address of apprise"):
         LaunchConfig(notify=f"jsno://{TOKEN}")
+    with pytest.raises(ValueError, match=r"'slack://...' is not an address of apprise"):
+        LaunchConfig(notify=f"slack://{TOKEN}/a/b")
+    assert not caplog.records  # Apprise logs parts of addresses.
     _run(_fail, notify=address)
     until(lambda: bool(receiver.messages))
     assert (receiver.messages[0]["title"], "no data" in receiver.messages[0]["message"]) == ("made failed", True)

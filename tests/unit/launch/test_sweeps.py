@@ -242,6 +242,19 @@ def test_shutdown_stops_a_sweep(start: Start) -> None:
     assert [run.status for run in found.runs] == ["stopped"], "no further run is launched"
 
 
+def test_stop_if_is_called_only_after_new_points(start: Start) -> None:
+    def print_often(lr: float) -> None:
+        emit(MetricEvent({"loss": lr}, 0))
+        for line in range(8):
+            print(line, flush=True)
+            time.sleep(0.15)
+
+    counts: list[int] = []
+    found = start(print_often, {"lr": [1]}, stop_if=lambda metrics: counts.append(len(metrics["loss"].values)))
+    assert found.wait(120)
+    assert counts == [1]
+
+
 def test_an_error_of_stop_if_ends_the_sweep(start: Start) -> None:
     found = start(train, {"lr": [600, 1, 2]}, stop_if=lambda metrics: 1 / (len(metrics["loss"].values) - 3) > 9)
     with pytest.raises(ZeroDivisionError):

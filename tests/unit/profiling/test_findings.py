@@ -197,7 +197,7 @@ def test_time_outside_of_torch_is_reported_if_nothing_else_explains_it() -> None
     pausing = {"outside": 0.02, "outside_line": line}
     (found,) = sentences(pausing, {**pausing, "outside": 0.018})
     assert found == (
-        "40 % of each step of ranks 0, 1 (20 ms) passes outside of torch's operations, mostly at Cell In[3], line 9: "
+        "40 % of each step of ranks 0, 1 (20 ms) is spent outside of torch's operations, mostly at Cell In[3], line 9: "
         "time.sleep(0.02); move this work out of the training loop"
     )
     assert sentences({"outside": 0.009, "outside_line": line}) == []

@@ -24,7 +24,7 @@ SENTENCES = {
     "interpreter_lock": r"^on rank 1 the thread 'counter' takes \d+ % of the CPU time, in Python at .*(number \+= 1|while True)",  # noqa: E501
     "not_compiled": r"^no compiled code runs on ranks 0, 1, although compiled requests it",
     "slowest_rank": r"^rank 0 waits [\d.]+ ms per step for rank 1 in all_reduce #\d+ \([\d.]+ [kM]B\), which is at .*sleep",  # noqa: E501
-    "outside_torch": r"^\d+ % of each step of ranks 0, 1 \([\d.]+ m?s\) passes outside of torch's operations, mostly at .*sleep",  # noqa: E501
+    "outside_torch": r"^\d+ % of each step of ranks 0, 1 \([\d.]+ m?s\) is spent outside of torch's operations, mostly at .*sleep",  # noqa: E501
 }
 
 DAILY = {
