@@ -120,6 +120,7 @@ for number in range(10):
     page.wait_for("() => document.querySelectorAll('.na-live').length === 2")
     shown = "[...document.querySelectorAll('.na-live')].at(-1)"
     chips = f"[...{shown}.querySelectorAll('.na-chip')].map((chip) => chip.innerText).join()"
-    page.wait_for(f"() => {chips} === 'rate-0,rate-1,rate-2,rate-3,rate-4,rate-5,rate-6,rate-7,rate-8,rate-9'")
+    names = ",".join(f"rate-{number}" for number in range(10))
+    page.wait_for(f"() => {chips}.replaceAll(/: rate [\\d.]+/g, '') === '{names}'")
     page.page.get_by_role("button", name="Open the panel of rate-7").click()
     page.wait_for(f"() => {shown}.querySelector('.na-opened-run .na-head')?.innerText.includes('rate-7')")

