@@ -11,9 +11,8 @@ import sys
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
 
-from notebook_accelerate.commands.parsers import PROGRAM, HelpFormatter, in_options
+from notebook_accelerate.commands.parsers import PROGRAM, REPORTED_ERRORS, HelpFormatter, exit_code, in_options
 from notebook_accelerate.config.plain_values import did_you_mean
-from notebook_accelerate.errors import NotebookAccelerateError
 
 _RUN_COMMANDS = (
     "runs", "show", "logs", "metrics", "diagnose", "stacks", "memory", "profile", "wait", "ask", "pause", "unpause",
@@ -82,9 +81,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         options.func(options)
-    except (ValueError, OSError, NotebookAccelerateError, ImportError) as error:
+    except REPORTED_ERRORS as error:
         print(f"{PROGRAM} {options.command}: {in_options(str(error), vars(options).get('names', {}))}", file=sys.stderr)
-        return 2 if isinstance(error, (ValueError, OSError)) else 1
+        return exit_code(error)
     except (KeyboardInterrupt, EOFError):
         print("interrupted", file=sys.stderr)
         return 130

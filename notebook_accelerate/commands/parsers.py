@@ -7,7 +7,11 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
+from notebook_accelerate.errors import NotebookAccelerateError
+
 PROGRAM = "notebook-accelerate"
+REPORTED_ERRORS = (ValueError, OSError, NotebookAccelerateError, ImportError)
+"""The errors that commands report in one line, without a traceback."""
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -69,6 +73,11 @@ def command_parser(
 def add_config_file(parser: argparse.ArgumentParser, help: str, **options: Any) -> None:
     """Add the option ``--config_file``."""
     parser.add_argument("--config_file", "--config-file", metavar="FILE", help=help, **options)
+
+
+def exit_code(error: BaseException) -> int:
+    """Return 2 for a mistake in the arguments or a file, and 1 for other `REPORTED_ERRORS`."""
+    return 2 if isinstance(error, (ValueError, OSError)) else 1
 
 
 def in_options(message: str, options: Mapping[str, str]) -> str:

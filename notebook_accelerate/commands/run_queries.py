@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from notebook_accelerate.commands.parsers import REPORTED_ERRORS, exit_code
 from notebook_accelerate.errors import NotebookAccelerateError, RankFailure
 from notebook_accelerate.launch import attaching
 from notebook_accelerate.launch.detached import run_directory
@@ -308,8 +309,8 @@ def answer(
     try:
         found = {**options, "run": attaching.attach(options["run"])} if "run" in options else options
         return query(**found)
-    except (ValueError, OSError, NotebookAccelerateError, ImportError) as error:
-        code = 4 if isinstance(error, WaitTimeoutError) else 2 if isinstance(error, (ValueError, OSError)) else 1
+    except REPORTED_ERRORS as error:
+        code = 4 if isinstance(error, WaitTimeoutError) else exit_code(error)
         return _error(type(error).__name__, words(str(error)), code)
 
 

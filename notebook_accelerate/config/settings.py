@@ -357,7 +357,7 @@ _ACRONYMS = (
 _LONG = {"num": "number of", "kwargs": "arguments", "args": "arguments", "dataloader": "data loader", "dir": "folder"}
 
 
-def words_of(name: str) -> str:
+def _words_of(name: str) -> str:
     """Return the label of a field without one: its name in words, such as "Number of steps" for num_steps."""
     words = [word.upper() if word in _ACRONYMS else _LONG.get(word, word) for word in name.split("_") if word]
     text = " ".join(words)
@@ -373,6 +373,6 @@ def labels_of(cls: type[Any]) -> dict[str, str]:
     settings = settings_of(cls)
     return {
         entry.name: (known.label if (known := settings.get(entry.name)) else entry.metadata.get("label", ""))
-        or words_of(entry.name)
+        or _words_of(entry.name)
         for entry in dataclasses.fields(cls)
     }

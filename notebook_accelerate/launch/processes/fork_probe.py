@@ -134,8 +134,10 @@ def _allocator(maps: str) -> str:
     return ""
 
 
+_OWN_THREADS = "notebook-accelerate"
+"""The start of the names of this package's threads."""
 _KERNEL_PACKAGES = ("ipykernel", "IPython", "zmq")
-_KERNEL_THREADS = re.compile(r"IOPub|Subshell|.*\(_watch_pipe_fd\)$|notebook-accelerate")
+_KERNEL_THREADS = re.compile(rf"IOPub|Subshell|.*\(_watch_pipe_fd\)$|{_OWN_THREADS}")
 """Names of threads whose class is `threading.Thread`."""
 
 
@@ -205,8 +207,6 @@ header shows the first hazard."""
 
 
 _LIBRARY = re.compile(r"/\S*\.so\S*")
-_OWN_THREADS = "notebook-accelerate"
-"""The start of the names of this package's threads."""
 _NATIVE_CHARS = 15
 """The number of characters of a thread's name that Linux keeps."""
 _passed: set[tuple[frozenset[str], frozenset[str]]] = set()

@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING
 
 from notebook_accelerate.config.plain_values import shown_value, size_text, value_in_words
-from notebook_accelerate.config.settings import labels_of, words_of
+from notebook_accelerate.config.settings import labels_of
 from notebook_accelerate.hardware.versions import installed_version
 from notebook_accelerate.launch.report import mesh_diagram, rank_tables, svg_curves
 from notebook_accelerate.launch.report.curves import Source, shown_names
@@ -206,7 +206,7 @@ def config_rows(run: RunView) -> Rows:
     rows = [["setting", "value"]]
     for name, value in run.config.non_default().items():
         shown = ", ".join(value) if name in ("env", "rdzv_conf") else value_in_words(shown_value(name, value))
-        label = labels.get(name) or words_of(name)
+        label = labels[name]
         rows.append([label if label[1:2].isupper() else label[:1].lower() + label[1:], shown])
     return rows
 
