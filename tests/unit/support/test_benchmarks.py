@@ -134,6 +134,15 @@ def test_a_row_that_fails_keeps_its_recorded_figures() -> None:
     assert [entry.figure.ratio for entry in record.recorded()] == [0.5, 0.6]
 
 
+def test_a_row_that_could_not_be_measured_keeps_its_recorded_figures() -> None:
+    row("panel", ratio(0.5), ratio(0.6, "first line"))
+    assert runner.main(["--record"]) == 0
+    bench.ROWS.clear()
+    row("panel", Figure(what="to the return", unit="s", ours=None, note="playwright is not installed"))
+    assert runner.main(["--record"]) == 0
+    assert [entry.figure.ratio for entry in record.recorded()] == [0.5, 0.6]
+
+
 def test_a_figure_is_recorded_with_all_its_fields() -> None:
     figure = compared("a launch", [1.0, 2.0, 4.0], [2.0, 3.0, 4.0], unit="ms", scale=1e3, ratio=0.9, note="see there")
     row("fork", figure, compared("a rate", [110.4], unit="tokens/s"))
