@@ -82,17 +82,18 @@ def note_classes() -> None:
 
     Classes created inside the cells' functions are found too, because every class is a subclass of ``object``.
     """
-    # Use the id as the key, because a metaclass may define equality without a hash.
-    found: dict[int, type] = {id(object): object}
-    new = list(found.values())
-    while new:
-        below: dict[int, type] = {}
-        for kind in new:
-            children: list[type] = type.__subclasses__(kind)
-            below |= {id(child): child for child in children}
-        new = [each for number, each in below.items() if number not in found]
-        found |= below
-    for kind in found.values():
+    subclasses = type.__subclasses__
+    # Compare ids, because a metaclass may define equality without a hash. The list keeps the classes alive.
+    found: list[type] = []
+    left: list[type] = [object]
+    numbers: set[int] = set()
+    while left:
+        kind = left.pop()
+        if id(kind) not in numbers:
+            numbers.add(id(kind))
+            found.append(kind)
+            left += subclasses(kind)
+    for kind in found:
         if _namespace(kind).get("__module__") in _MODULES:
             with suppress(Exception):  # The user's metaclass may raise any error.
                 token_of(kind)

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from notebook_accelerate.errors import LaunchError
-from notebook_accelerate.launch.processes import kernel_descriptors, process_backend, shared_imports
+from notebook_accelerate.launch.processes import fork_probe, kernel_descriptors, process_backend, shared_imports
 from notebook_accelerate.launch.processes.fork_costs import BriefSpins, collapse_memory, is_crowded
 from notebook_accelerate.launch.processes.fork_probe import fork_hazard, fork_quietly
 from notebook_accelerate.launch.processes.orphan_guard import own_mark
@@ -111,5 +111,9 @@ class ForkBackend(ProcessBackend):
 
 
 def _collapse_unshared_memory() -> None:
-    """Move the kernel's memory into huge pages, unless ranks share it, because they would keep the small pages."""
-    collapse_memory(COLLAPSE_SECONDS, stop=lambda: bool(ForkedRank.living))
+    """Move the kernel's memory into huge pages, unless ranks share it, because they would keep the small pages.
+
+    Stop when the next launch begins, because moving memory delays its forks and its reading of the memory map.
+    """
+    planned = fork_probe.plans
+    collapse_memory(COLLAPSE_SECONDS, stop=lambda: bool(ForkedRank.living) or fork_probe.plans > planned)

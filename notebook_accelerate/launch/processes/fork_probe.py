@@ -58,12 +58,18 @@ def kernel_facts(variables: Mapping[str, str] | None = None) -> KernelFacts:
     )
 
 
+plans = 0
+"""The number of launches that this process has planned or is planning."""
+
+
 def plan_from_here(config: LaunchConfig) -> LaunchPlan:
     """Plan a launch from this kernel. Call this on a thread like the one that will fork the ranks.
 
     Raises:
         ValueError: The configuration requests something that this machine or this kernel does not have.
     """
+    global plans  # noqa: PLW0603 - one count per process
+    plans += 1
     environment = {**os.environ, **(config.env or {})}
     return make_plan(config, detection.detect(environment), kernel_facts(config.env))
 

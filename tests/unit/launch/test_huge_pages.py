@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import mmap
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from notebook_accelerate.launch.processes import fork_costs
+from notebook_accelerate import LaunchConfig
+from notebook_accelerate.launch.processes import fork, fork_costs, fork_probe
 
 SIZE = 8 * fork_costs.HUGE_PAGE
 
@@ -78,3 +80,16 @@ def test_it_stops_on_request(memory: mmap.mmap) -> None:
 def test_it_does_nothing_if_the_system_hides_the_memory_map(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fork_costs, file, Path("/proc/self/hidden"))
     fork_costs.collapse_memory(30)
+
+
+def test_the_next_launch_stops_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped = []
+
+    def collapse(_seconds: float, stop: Callable[[], bool]) -> None:
+        stopped.append(stop())
+        fork_probe.plan_from_here(LaunchConfig(num_processes=2, use_port=0))
+        stopped.append(stop())
+
+    monkeypatch.setattr(fork, "collapse_memory", collapse)
+    fork.ForkBackend(print, ()).prepare_next()
+    assert stopped == [False, True]
