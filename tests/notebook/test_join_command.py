@@ -45,6 +45,11 @@ def placed():
     dist.barrier()
     return [os.environ.get(name, "") for name in ("RANK", "GROUP_RANK", "LOCAL_RANK", "SLURM_NODEID")]
 
+def shares():
+    import sys
+    torch.optim  # Functions with this name probably train.
+    return [os.getppid(), "torch._dynamo" in sys.modules]
+
 def again():
     return meet(1 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else -1)
 """
@@ -241,6 +246,15 @@ def test_a_failure_of_a_commands_rank_is_reported_at_its_line_of_the_cell(first:
     assert command.exit_code() == 1
     assert re.search(r"join: run \d+.*: KeyError: 'bad batch' at Cell In\[\d+\], line 8", command.err)
     assert "Traceback" not in command.err
+
+
+def test_a_commands_ranks_share_what_an_optimizer_imports(first: Kernel, join: Start) -> None:
+    cell, where = launch(first, "shares")
+    join(where, "--num_processes", "2", forked=False)
+    first.finish(cell, LIMIT).expect_ok()
+    (parent, is_shared), other = first.value("run.results[1:]")
+    assert is_shared
+    assert other == [parent, True]
 
 
 def test_a_commands_ranks_are_restarted(first: Kernel, join: Start) -> None:

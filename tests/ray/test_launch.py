@@ -34,6 +34,11 @@ def mapped_at(address: int) -> str:
     raise LookupError("no file is mapped at this address")
 
 
+def actor() -> int:
+    """Return the id of the actor's process, which started the server process that has forked this rank."""
+    return psutil.Process(os.getppid()).ppid()
+
+
 def train(big: torch.Tensor, gate: Path) -> dict[str, Any]:
     """Print and log; once `gate` exists, reduce over all ranks, and return facts about this rank."""
     from notebook_accelerate import Accelerator
@@ -183,7 +188,7 @@ def test_a_killed_actor_is_reported_and_the_group_restarts(cluster: LocalCluster
     def fragile() -> str:
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
             kill = f"kill -9 {os.getpid()}; sleep 0.3; " if rank_first else ""
-            subprocess.Popen(["sh", "-c", f"{kill}kill -9 {os.getppid()}"], start_new_session=True)
+            subprocess.Popen(["sh", "-c", f"{kill}kill -9 {actor()}"], start_new_session=True)
             time.sleep(600)
         return os.environ["TORCHELASTIC_RESTART_COUNT"]
 
@@ -212,9 +217,9 @@ def test_the_ranks_of_a_node_have_one_host(cluster: LocalCluster, tmp_path: Path
         dist.barrier()
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             if (os.environ["NODE_RANK"], os.environ["LOCAL_RANK"]) == ("1", "1"):
-                os.kill(os.getppid(), signal.SIGKILL)
+                os.kill(actor(), signal.SIGKILL)
             time.sleep(600)
-        return int(os.environ["NODE_RANK"]), int(os.environ["GROUP_WORLD_SIZE"]), os.getppid()
+        return int(os.environ["NODE_RANK"]), int(os.environ["GROUP_WORLD_SIZE"]), actor()
 
     run = notebook_launcher(fragile, (tmp_path,), 5, on="ray", max_restarts=1)
 
@@ -411,7 +416,7 @@ def test_a_launch_placed_on_a_dead_node_moves_to_another(cluster: LocalCluster) 
 
 def test_a_launch_waits_until_a_node_with_gpus_joins(cluster: LocalCluster) -> None:
     def place() -> tuple[str, list[str], int]:
-        return os.environ["NODE_RANK"], os.environ["CUDA_VISIBLE_DEVICES"].split(","), os.getppid()
+        return os.environ["NODE_RANK"], os.environ["CUDA_VISIBLE_DEVICES"].split(","), actor()
 
     found: list[Any] = []
     on = RayCluster(resources={"late": 1}, gpus=1, strategy="STRICT_PACK")

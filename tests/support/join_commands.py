@@ -51,14 +51,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.argv[1:] = {arguments!r}
 runpy.run_module("notebook_accelerate", run_name="__main__", alter_sys=True)
 """
-_RANKS = 2
-"""The number of ranks of a command that are forked. Further ranks are interpreters that import torch themselves."""
 
 
 class JoinCommand:
     """A process, its child processes, and their output. They are killed at the end of a ``with`` block.
 
-    A command that starts with `JOIN` is forked from a process that has imported torch, and so are its ranks. Programs
+    A command that starts with `JOIN` is forked from a process that has imported torch, and so is its zygote. Programs
     that start such commands start interpreters.
 
     Args:
@@ -83,7 +81,7 @@ class JoinCommand:
             "env": dict(env),
             "numbers": [0, 1, 2],
             "blocked": [],
-            "spares": _RANKS,
+            "spare": True,
         }
         return kernel_forks.fork_interpreter(request, *(file.fileno() for file in (self._in, self._out, self._err)))
 

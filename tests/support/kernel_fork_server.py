@@ -4,8 +4,8 @@
 because each kernel inherits its imports.
 
 A kernel's zygote would import torch again. Instead, each kernel begins by forking a spare process, which becomes the
-zygote. The process of a detached run that the tests launch is forked, too, and forks a spare process for its zygote. A
-command forks one for each rank that it will start.
+zygote. The process of a detached run that the tests launch is forked, too, and so is a command that joins a run; each
+forks a spare process for its zygote.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def run_code(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
-    for _ in range(request.get("spares", 0)):
+    if request.get("spare"):
         keep_spare()
     show(["-c", request["code"]], request["env"])
     if module_name := request.get("module"):

@@ -16,6 +16,7 @@ from notebook_accelerate.launch.hosts.placed_ranks import completed_for_another_
 from notebook_accelerate.launch.hosts.remote.host_protocol import COMMAND, FunctionEvent, StartOrder
 from notebook_accelerate.launch.processes.pickled import PickledBackend
 from notebook_accelerate.launch.processes.rank_process import ProcessBackend, RankProcess
+from notebook_accelerate.launch.processes.shared_imports import trains
 
 if TYPE_CHECKING:
     from notebook_accelerate.config.launch_config import LaunchConfig
@@ -84,7 +85,7 @@ class FunctionBackend(PickledBackend):
         parts = range(0, len(content), PART_BYTES)
         connection.send_each(FunctionEvent(content[begin : begin + PART_BYTES]) for begin in parts)
         orders = [completed_for_another_machine(self.complete(order)) for order in orders]
-        connection.send(StartOrder(pickle.dumps(orders)))
+        connection.send(StartOrder(pickle.dumps(orders), trains(self.function, self.arguments)))
 
 
 def take_ranks(

@@ -15,12 +15,14 @@ from notebook_accelerate.errors import AuthenticationError, LaunchError, RunStop
 from notebook_accelerate.hardware.addresses import interface_of, own_address
 from notebook_accelerate.hardware.detection import cpu_count
 from notebook_accelerate.launch.hosts.host_facts import SECRET_VARIABLE, own_hello
-from notebook_accelerate.launch.hosts.placed_ranks import PlacedBackend, adapt_to_machine
+from notebook_accelerate.launch.hosts.placed_ranks import PlacedFork, PlacedSpawn, adapt_to_machine, can_fork_ranks
 from notebook_accelerate.launch.hosts.remote import host_protocol as protocol
 from notebook_accelerate.launch.hosts.remote.host import Host
 from notebook_accelerate.launch.hosts.remote.host_protocol import COMMAND, FunctionEvent, HelloEvent, StartOrder
 from notebook_accelerate.launch.hosts.remote.listener import connect_to_kernel
 from notebook_accelerate.launch.hosts.remote.stream import KEEP_ALIVE
+from notebook_accelerate.launch.processes.pickled import PickledFunction
+from notebook_accelerate.launch.processes.zygote import close_zygote, warm_up
 from notebook_accelerate.telemetry.pickling import anonymous_file
 from notebook_accelerate.telemetry.rank_names import rank_names
 
@@ -144,29 +146,43 @@ class FunctionHost(Host):
     Args:
         stream: The stream to the kernel.
         environment: This machine's environment variables for ranks. The variables in an order override these.
+        show: A function that shows a line to the user of this host.
     """
 
-    def __init__(self, stream: Stream, environment: Mapping[str, str] | None = None) -> None:
-        self._function, self._environment = anonymous_file(), environment or {}
+    def __init__(
+        self,
+        stream: Stream,
+        environment: Mapping[str, str] | None = None,
+        show: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._function, self._environment, self._show = anonymous_file(), environment or {}, show
         super().__init__(stream)
+        if can_fork_ranks():  # Import torch once for all ranks, while the host waits for their orders.
+            warm_up()
 
     def handle_message(self, message: Event) -> None:
         """Handle a message that is not for a rank. If the message starts ranks, return when they have finished."""
         if isinstance(message, FunctionEvent):
             os.write(self._function, message.payload)
         elif isinstance(message, StartOrder):
-            self.run_function(pickle.loads(message.payload))
+            self.run_function(pickle.loads(message.payload), trains=message.trains)
 
-    def run_function(self, orders: Sequence[WorkerOrder]) -> None:
+    def run_function(self, orders: Sequence[WorkerOrder], *, trains: bool) -> None:
         """Run ranks with the function that was received, until they have finished; see `run_ranks`."""
         for order in orders:
             order.environment = {**self._environment, **order.environment}
             adapt_to_machine(order)
-        function, self._function = self._function, anonymous_file()
-        self.run_ranks(PlacedBackend(function), orders)
+        function = PickledFunction("", self._function, {}, b"", trains=trains)
+        if can_fork_ranks():
+            self.run_ranks(PlacedFork(function, orders[0].environment, self._show), orders)
+        else:
+            self.run_ranks(PlacedSpawn(function, ()), orders)
+        os.close(self._function)
+        self._function = anonymous_file()
 
     def close(self) -> None:
         super().close()
+        close_zygote()
         os.close(self._function)
 
 
@@ -223,8 +239,8 @@ class CommandHost(FunctionHost):
     """
 
     def __init__(self, stream: Stream, address: str, show: Callable[[str], None]) -> None:
-        self._address, self._show = address, show
-        super().__init__(stream)
+        self._address = address
+        super().__init__(stream, show=show)
 
     def handle_message(self, message: Event) -> None:
         if isinstance(message, protocol.WaitingEvent):
@@ -236,14 +252,14 @@ class CommandHost(FunctionHost):
         else:
             super().handle_message(message)
 
-    def run_function(self, orders: Sequence[WorkerOrder]) -> None:
+    def run_function(self, orders: Sequence[WorkerOrder], *, trains: bool) -> None:
         given = os.environ.get("OMP_NUM_THREADS", "")
         threads = int(given) if given.isdigit() else cpu_count() // len(orders)
         adapt_orders(orders, self._address, max(1, threads))
         attempt = int(orders[0].environment["TORCHELASTIC_RESTART_COUNT"]) + 1
         names = rank_names([order.rank for order in orders])
         self._show(f"attempt {attempt} starts here with {names}" if attempt > 1 else f"starting {names}")
-        super().run_function(orders)
+        super().run_function(orders, trains=trains)
         self._show("the ranks of this host have ended")
 
 

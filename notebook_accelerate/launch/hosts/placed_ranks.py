@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from notebook_accelerate.hardware import detect
 from notebook_accelerate.launch.processes.orphan_guard import own_mark
-from notebook_accelerate.launch.processes.rank_process import ProcessBackend
 from notebook_accelerate.launch.processes.spawn import SpawnBackend
+from notebook_accelerate.launch.processes.zygote import ZygoteBackend
 
 if TYPE_CHECKING:
+    from notebook_accelerate.launch.processes.pickled import PickledFunction
     from notebook_accelerate.telemetry.worker_order import WorkerOrder
 
 CARRIED = ("ACCELERATE_", "NOTEBOOK_ACCELERATE_")
@@ -19,24 +22,33 @@ CARRIED = ("ACCELERATE_", "NOTEBOOK_ACCELERATE_")
 NOT_CARRIED = ("NOTEBOOK_ACCELERATE_SECRET", "NOTEBOOK_ACCELERATE_ON", "NOTEBOOK_ACCELERATE_STORE")
 
 
-class PlacedBackend(SpawnBackend):
-    """Starts ranks from a payload that the kernel pickled.
+class PlacedFork(ZygoteBackend):
+    """Forks ranks from this host's server process, for a kernel that has pickled the function.
 
     Args:
-        payload: The descriptor of the payload's file, which is closed together with this object.
+        function: The pickled function.
+        variables: The environment variables of the ranks.
+        note: A function that shows a line about a slow start.
     """
 
-    def __init__(self, payload: int) -> None:
-        ProcessBackend.__init__(self, _elsewhere, ())
-        self._payload, self._sources = payload, {}
+    def __init__(self, function: PickledFunction, variables: Mapping[str, str], note: Callable[[str], None]) -> None:
+        super().__init__(function, ())
+        self._variables, self._note, self._stopping = variables, note, bool
 
     def complete(self, order: WorkerOrder) -> WorkerOrder:
         """Return the order unchanged, because the kernel has completed it."""
         return order
 
 
-def _elsewhere() -> None:
-    """A placeholder for the function, which this process never loads."""
+class PlacedSpawn(SpawnBackend):
+    """Starts a fresh interpreter for each rank, if the device or the platform does not support forked processes."""
+
+    complete = PlacedFork.complete
+
+
+def can_fork_ranks() -> bool:
+    """Return whether the ranks of this host can be forked."""
+    return hasattr(os, "fork") and detect().accelerator != "tpu"
 
 
 def completed_for_another_machine(order: WorkerOrder) -> WorkerOrder:

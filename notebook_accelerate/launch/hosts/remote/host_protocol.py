@@ -85,9 +85,15 @@ class FunctionEvent(Event):
 
 @dataclass(slots=True)
 class StartOrder(Event):
-    """A request to start the ranks of an attempt. The payload is the pickled list of the ranks' orders."""
+    """A request to start the ranks of an attempt.
+
+    Attributes:
+        payload: The pickled list of the ranks' orders.
+        trains: Whether the ranks will probably train a model, so that they can share what an optimizer imports.
+    """
 
     payload: bytes
+    trains: bool = False
 
 
 @dataclass(slots=True)
