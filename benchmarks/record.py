@@ -62,13 +62,16 @@ def write(measured: Sequence[Entry], on_machine: str) -> None:
     """Record figures, which replace all earlier figures of their rows.
 
     Args:
-        measured: The figures of complete rows. Those without a value, which could not be measured, replace nothing.
+        measured: The figures of complete rows. Those without a value could not be measured, and replace nothing.
         on_machine: The machine on which the others were measured.
     """
-    measured = [entry for entry in measured if entry.figure.ours is not None]
+    kept = {entry.key for entry in measured if entry.figure.ours is None}
+    measured = [entry for entry in measured if entry.key not in kept]
+    if not measured:
+        return
     rows = {(entry.area, entry.row) for entry in measured}
     today = dt.datetime.now(tz=dt.timezone.utc).date().isoformat()
-    entries = [entry for entry in recorded() if (entry.area, entry.row) not in rows]
+    entries = [entry for entry in recorded() if (entry.area, entry.row) not in rows or entry.key in kept]
     entries += [entry._replace(date=today) for entry in measured]
     # One line per figure makes changes readable.
     lines = [json.dumps(_encoded(entry), ensure_ascii=False) for entry in sorted(entries, key=lambda each: each[:2])]

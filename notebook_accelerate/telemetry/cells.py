@@ -83,7 +83,8 @@ def note_classes() -> None:
     Classes created inside the cells' functions are found too, because every class is a subclass of ``object``.
     """
     subclasses = type.__subclasses__
-    # Compare ids, because a metaclass may define equality without a hash. The list keeps the classes alive.
+    # Compare ids, because a metaclass may define equality without a hash. `found` keeps the classes alive, so that no
+    # id is reused.
     found: list[type] = []
     left: list[type] = [object]
     numbers: set[int] = set()

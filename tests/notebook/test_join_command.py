@@ -47,8 +47,12 @@ def placed():
 
 def shares():
     import sys
-    torch.optim  # Functions with this name probably train.
+    torch.optim  # A function that uses this name is taken to train.
     return [os.getppid(), "torch._dynamo" in sys.modules]
+
+def touches(folder):
+    open(f"{folder}/{os.environ['RANK']}", "w").close()
+    time.sleep(600)
 
 def again():
     return meet(1 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else -1)
@@ -255,6 +259,22 @@ def test_a_commands_ranks_share_what_an_optimizer_imports(first: Kernel, join: S
     (parent, is_shared), other = first.value("run.results[1:]")
     assert is_shared
     assert other == [parent, True]
+
+
+def test_a_launch_with_spawn_starts_an_interpreter_for_each_rank_of_a_command(first: Kernel, join: Start) -> None:
+    cell, where = launch(first, "shares", start_method="spawn")
+    command = join(where, "--num_processes", "2")
+    first.finish(cell, LIMIT).expect_ok()
+    assert [parent for parent, _ in first.value("run.results[1:]")] == [command.process.pid] * 2
+
+
+def test_a_stop_while_a_command_imports_torch_starts_no_rank(first: Kernel, join: Start, tmp_path: Path) -> None:
+    _, where = launch(first, f"touches, {str(tmp_path)!r}", block=False)
+    command = join(where, "--num_processes", "2", forked=False)
+    command.wait_until_it_prints("starting ranks 1, 2")
+    first.check("run.stop(grace=1.0)", LIMIT)
+    assert command.exit_code() != 0
+    assert [path.name for path in tmp_path.iterdir()] in ([], ["0"])
 
 
 def test_a_commands_ranks_are_restarted(first: Kernel, join: Start) -> None:

@@ -35,7 +35,7 @@ def mapped_at(address: int) -> str:
 
 
 def actor() -> int:
-    """Return the id of the actor's process, which started the server process that has forked this rank."""
+    """Return the process id of the actor. The parent of a rank is the actor's server process."""
     return psutil.Process(os.getppid()).ppid()
 
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from notebook_accelerate.launch.hosts.remote.host_connection import HostConnection
     from notebook_accelerate.telemetry.worker_order import WorkerOrder
 
-START_SECONDS = 120.0
-"""How many seconds a host may take to start its ranks."""
+START_SECONDS = 300.0
+"""How many seconds a host may take to start its ranks. Before that, it may have to import torch twice."""
 PART_BYTES = 1 << 20
 
 
@@ -41,9 +41,10 @@ class HostBackend(ProcessBackend):
         super().__init__(own.function, own.arguments)
         self._own, self._count, self._hosts = own, count, hosts
         self._stopping: Callable[[], bool] = bool
+        self._spawn = False
 
     def configure(self, config: LaunchConfig, note: Callable[[str], None], stopping: Callable[[], bool]) -> None:
-        self._stopping = stopping
+        self._stopping, self._spawn = stopping, config.start_method == "spawn"
         self._own.configure(config, note, stopping)
 
     def start_ranks(self, orders: Sequence[WorkerOrder], started: Callable[[RankProcess], None]) -> None:
@@ -55,7 +56,7 @@ class HostBackend(ProcessBackend):
             for connection in self._hosts:
                 if connection.hello.kind == COMMAND:
                     pickled = pickled or last.enter_context(closing(FunctionBackend(self.function, self.arguments)))
-                    pickled.send(connection, theirs[connection.node])
+                    pickled.send(connection, theirs[connection.node], spawn=self._spawn)
                 else:  # Leave out the Accelerator's arguments. A notebook has its own, and these may not be picklable.
                     own = [replace(order, accelerator=None) for order in theirs[connection.node]]
                     connection.send(StartOrder(pickle.dumps(own)))
@@ -78,14 +79,20 @@ class FunctionBackend(PickledBackend):
         """Raise an error, because hosts start the ranks."""
         raise NotImplementedError
 
-    def send(self, connection: HostConnection, orders: Sequence[WorkerOrder]) -> None:
-        """Send a host the function and the orders. The function is sent only once, however many ranks there are."""
+    def send(self, connection: HostConnection, orders: Sequence[WorkerOrder], *, spawn: bool = False) -> None:
+        """Send a host the function and the orders. The function is sent only once, however many ranks there are.
+
+        Args:
+            connection: The connection to the host.
+            orders: The orders for the host's ranks.
+            spawn: Whether each rank must be a fresh interpreter.
+        """
         # Map the file, because its parts are read as the host needs them, possibly after this object has been closed.
         content = mmap.mmap(self._payload, 0, access=mmap.ACCESS_READ)
         parts = range(0, len(content), PART_BYTES)
         connection.send_each(FunctionEvent(content[begin : begin + PART_BYTES]) for begin in parts)
         orders = [completed_for_another_machine(self.complete(order)) for order in orders]
-        connection.send(StartOrder(pickle.dumps(orders), trains(self.function, self.arguments)))
+        connection.send(StartOrder(pickle.dumps(orders), spawn, trains(self.function, self.arguments)))
 
 
 def take_ranks(

@@ -8,6 +8,7 @@ import pickle
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from notebook_accelerate import hardware
@@ -21,6 +22,7 @@ from notebook_accelerate.launch.hosts.remote.host import Host
 from notebook_accelerate.launch.hosts.remote.host_protocol import COMMAND, FunctionEvent, HelloEvent, StartOrder
 from notebook_accelerate.launch.hosts.remote.listener import connect_to_kernel
 from notebook_accelerate.launch.hosts.remote.stream import KEEP_ALIVE
+from notebook_accelerate.launch.processes.event_loop import dispatch
 from notebook_accelerate.launch.processes.pickled import PickledFunction
 from notebook_accelerate.launch.processes.zygote import close_zygote, warm_up
 from notebook_accelerate.telemetry.pickling import anonymous_file
@@ -29,6 +31,7 @@ from notebook_accelerate.telemetry.rank_names import rank_names
 if TYPE_CHECKING:
     from notebook_accelerate.config.launch_config import LaunchConfig
     from notebook_accelerate.launch.hosts.remote.stream import Stream
+    from notebook_accelerate.launch.processes.rank_process import ProcessBackend
     from notebook_accelerate.telemetry import Event
     from notebook_accelerate.telemetry.worker_order import WorkerOrder
 
@@ -157,7 +160,8 @@ class FunctionHost(Host):
     ) -> None:
         self._function, self._environment, self._show = anonymous_file(), environment or {}, show
         super().__init__(stream)
-        if can_fork_ranks():  # Import torch once for all ranks, while the host waits for their orders.
+        self._can_fork = can_fork_ranks()
+        if self._can_fork:  # Start importing torch while the host waits for its orders.
             warm_up()
 
     def handle_message(self, message: Event) -> None:
@@ -165,25 +169,37 @@ class FunctionHost(Host):
         if isinstance(message, FunctionEvent):
             os.write(self._function, message.payload)
         elif isinstance(message, StartOrder):
-            self.run_function(pickle.loads(message.payload), trains=message.trains)
+            self.run_function(pickle.loads(message.payload), message)
 
-    def run_function(self, orders: Sequence[WorkerOrder], *, trains: bool) -> None:
+    def run_function(self, orders: Sequence[WorkerOrder], start: StartOrder) -> None:
         """Run ranks with the function that was received, until they have finished; see `run_ranks`."""
         for order in orders:
             order.environment = {**self._environment, **order.environment}
             adapt_to_machine(order)
-        function = PickledFunction("", self._function, {}, b"", trains=trains)
-        if can_fork_ranks():
-            self.run_ranks(PlacedFork(function, orders[0].environment, self._show), orders)
-        else:
-            self.run_ranks(PlacedSpawn(function, ()), orders)
-        os.close(self._function)
-        self._function = anonymous_file()
+        payload, self._function = self._function, anonymous_file()
+        try:
+            function = PickledFunction("", payload, {}, b"", trains=start.trains)
+            if self._can_fork and not start.spawn:
+                # The variables are equal on all ranks, except for those that the import of torch does not read.
+                backend: ProcessBackend = PlacedFork(function, orders[0].environment, self._show, self._has_left)
+            else:
+                backend = PlacedSpawn(function, ())
+        finally:
+            os.close(payload)
+        with suppress(RunStoppedError):  # The kernel left while the ranks were starting.
+            self.run_ranks(backend, orders)
+
+    def _has_left(self) -> bool:
+        """Handle the messages that have arrived, and return whether the kernel has left or was lost."""
+        dispatch(self._selector, 0.0)
+        return self._left
 
     def close(self) -> None:
-        super().close()
-        close_zygote()
-        os.close(self._function)
+        try:
+            super().close()
+        finally:
+            close_zygote()
+            os.close(self._function)
 
 
 # ---- the command ``join``, a host without a notebook
@@ -252,14 +268,14 @@ class CommandHost(FunctionHost):
         else:
             super().handle_message(message)
 
-    def run_function(self, orders: Sequence[WorkerOrder], *, trains: bool) -> None:
+    def run_function(self, orders: Sequence[WorkerOrder], start: StartOrder) -> None:
         given = os.environ.get("OMP_NUM_THREADS", "")
         threads = int(given) if given.isdigit() else cpu_count() // len(orders)
         adapt_orders(orders, self._address, max(1, threads))
         attempt = int(orders[0].environment["TORCHELASTIC_RESTART_COUNT"]) + 1
         names = rank_names([order.rank for order in orders])
         self._show(f"attempt {attempt} starts here with {names}" if attempt > 1 else f"starting {names}")
-        super().run_function(orders, trains=trains)
+        super().run_function(orders, start)
         self._show("the ranks of this host have ended")
 
 

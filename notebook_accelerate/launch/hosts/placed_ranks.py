@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from notebook_accelerate.hardware import detect
+from notebook_accelerate.launch.processes.interpreters import RAY_PACKAGES
 from notebook_accelerate.launch.processes.orphan_guard import own_mark
 from notebook_accelerate.launch.processes.spawn import SpawnBackend
 from notebook_accelerate.launch.processes.zygote import ZygoteBackend
@@ -23,17 +24,25 @@ NOT_CARRIED = ("NOTEBOOK_ACCELERATE_SECRET", "NOTEBOOK_ACCELERATE_ON", "NOTEBOOK
 
 
 class PlacedFork(ZygoteBackend):
-    """Forks ranks from this host's server process, for a kernel that has pickled the function.
+    """Forks ranks from this host's server process. The kernel has already pickled the function.
 
     Args:
         function: The pickled function.
         variables: The environment variables of the ranks.
-        note: A function that shows a line about a slow start.
+        note: A function that shows a line if the server has to be replaced.
+        stopping: A function that returns whether the ranks are no longer wanted. It is called repeatedly while the
+            server imports torch.
     """
 
-    def __init__(self, function: PickledFunction, variables: Mapping[str, str], note: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        function: PickledFunction,
+        variables: Mapping[str, str],
+        note: Callable[[str], None],
+        stopping: Callable[[], bool],
+    ) -> None:
         super().__init__(function, ())
-        self._variables, self._note, self._stopping = variables, note, bool
+        self._variables, self._note, self._stopping = variables, note, stopping
 
     def complete(self, order: WorkerOrder) -> WorkerOrder:
         """Return the order unchanged, because the kernel has completed it."""
@@ -41,7 +50,7 @@ class PlacedFork(ZygoteBackend):
 
 
 class PlacedSpawn(SpawnBackend):
-    """Starts a fresh interpreter for each rank, if the device or the platform does not support forked processes."""
+    """Starts a fresh interpreter for each rank, on TPUs, on platforms that cannot fork, and if the user has asked."""
 
     complete = PlacedFork.complete
 
@@ -72,7 +81,7 @@ def adapt_to_machine(order: WorkerOrder) -> None:
     environment.pop("RAY_LD_PRELOAD_ON_WORKERS", None)
     order.mark = own_mark()  # With this mark, the processes that the rank starts are killed when this process dies.
     order.base_environment = environment
-    own = [entry for entry in sys.path if not entry.endswith("thirdparty_files")]
+    own = [entry for entry in sys.path if not entry.endswith(RAY_PACKAGES)]
     known = {os.path.realpath(entry) for entry in own}
     theirs = [entry for entry in order.sys_path or () if os.path.realpath(entry) not in known]
     order.sys_path = own + [entry for entry in theirs if Path(entry).exists()]

@@ -51,13 +51,14 @@ class ForkBackend(ProcessBackend):
         self._settings = config, note, stopping
 
     def start_ranks(self, orders: Sequence[WorkerOrder], started: Callable[[RankProcess], None]) -> None:
+        self._planned = fork_probe.plans
         self._share_imports()
         if self._instead is not None:
             self._instead.start_ranks(orders, started)
             return
         entry.prepare_forks()
         if len(orders) >= RANKS_WORTH_COLLAPSING:
-            _collapse_unshared_memory()
+            _collapse_unshared_memory(self._planned)
         spins = BriefSpins()
         processes: list[RankProcess] = []
         if is_crowded(orders):
@@ -89,7 +90,7 @@ class ForkBackend(ProcessBackend):
             self._instead.close()
 
     def prepare_next(self) -> None:
-        _collapse_unshared_memory()
+        _collapse_unshared_memory(self._planned)
 
     def start_rank(self, order: WorkerOrder) -> RankProcess:
         ends = RankPipes()
@@ -110,10 +111,12 @@ class ForkBackend(ProcessBackend):
         return ForkedRank(order.rank, pid, ends, pidfd_of(pid))
 
 
-def _collapse_unshared_memory() -> None:
+def _collapse_unshared_memory(planned: int) -> None:
     """Move the kernel's memory into huge pages, unless ranks share it, because they would keep the small pages.
 
-    Stop when the next launch begins, because moving memory delays its forks and its reading of the memory map.
+    Stop when the next launch begins, because moving memory would delay its forks and its reading of the memory map.
+
+    Args:
+        planned: The value of ``fork_probe.plans`` before the next launch.
     """
-    planned = fork_probe.plans
     collapse_memory(COLLAPSE_SECONDS, stop=lambda: bool(ForkedRank.living) or fork_probe.plans > planned)

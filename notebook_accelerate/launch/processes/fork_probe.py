@@ -59,7 +59,7 @@ def kernel_facts(variables: Mapping[str, str] | None = None) -> KernelFacts:
 
 
 plans = 0
-"""The number of launches that this process has planned or is planning."""
+"""How many launches this process has begun to plan."""
 
 
 def plan_from_here(config: LaunchConfig) -> LaunchPlan:

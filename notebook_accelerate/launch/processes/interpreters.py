@@ -18,6 +18,8 @@ from notebook_accelerate.errors import LaunchError
 _PACKAGE_ROOT = Path(__file__).parents[3]
 _STANDARD_LIBRARY = Path(os.__file__).parent
 _FIRST, _INSTALLED, _LAST = range(3)
+RAY_PACKAGES = "thirdparty_files"
+"""The name of the folder with Ray's copies of packages, which Ray adds to the import path."""
 
 
 def interpreter_command(call: str) -> list[str]:
@@ -75,10 +77,12 @@ def isolated_path(path: Iterable[object]) -> list[str]:
     that this package or torch imports. Ranks later get the kernel's path unchanged.
 
     Args:
-        path: The kernel's ``sys.path``. Entries that are not strings are dropped, because Python ignores them.
+        path: The kernel's ``sys.path``. Entries that are not strings are dropped, because Python ignores them, and so
+            is the folder with the packages that Ray has copied for itself, such as psutil.
     """
+    entries = [entry for entry in path if isinstance(entry, str) and not entry.endswith(RAY_PACKAGES)]
     # The sort is stable, so all other entries keep their order.
-    return sorted((entry for entry in path if isinstance(entry, str)), key=_place)
+    return sorted(entries, key=_place)
 
 
 def _place(entry: str) -> int:

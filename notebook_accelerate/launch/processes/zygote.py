@@ -1,7 +1,8 @@
 """Start ranks by forking a clean server process that has imported torch but not initialised anything.
 
-The server outlives launches. A kernel starts it once, after the cell that imports the launcher, and it ends when its
-control socket closes, which happens when the kernel exits or ``shutdown()`` is called.
+The server outlives launches. A kernel starts it once, after the cell that imports the launcher, and a host without a
+notebook starts it when it has connected to the kernel. It ends when its control socket closes, which happens when that
+process exits or ``shutdown()`` is called.
 
 Why not use ``multiprocessing``'s forkserver? On 2 processors, with Python 3.11 and with torch and this package
 preloaded, a launch of 16 ranks returned after 0.73 s with the forkserver, and after 0.47 s with this server, whose
@@ -38,7 +39,7 @@ from notebook_accelerate.launch.processes.interpreters import log_tail, start_in
 from notebook_accelerate.launch.processes.pickled import PickledBackend
 from notebook_accelerate.launch.processes.rank_pipes import RankPipes
 from notebook_accelerate.launch.processes.rank_process import LocalRank, RankListener, RankProcess, pidfd_of
-from notebook_accelerate.launch.processes.shared_imports import import_variables, launch_variables, trains
+from notebook_accelerate.launch.processes.shared_imports import import_variables, trains
 from notebook_accelerate.launch.state.rank_result import Exit
 
 if TYPE_CHECKING:
@@ -56,6 +57,13 @@ TRAINS = 1 << 30
 
 A server that has ranks does not import it, because the import would delay reports that a rank has ended.
 """
+_READ_BY_TORCH = (
+    "GOMP_", "OMP_", "PYTORCH_", "TORCH_CPP_LOG_LEVEL", "TORCH_DEVICE_BACKEND_AUTOLOAD", "TORCH_DISTRIBUTED_DEBUG",
+    "TORCH_LOGS", "TORCH_SHOW_CPP_STACKTRACES", "TORCH_TRACE",
+)  # fmt: skip
+"""The prefixes of the variables that the server's import of torch reads, in addition to `import_variables`."""
+_SET_LATER = frozenset({"OMP_NUM_THREADS"})
+"""Variables with one of these prefixes that take effect in a rank after the import, too."""
 READY = b"\1"
 """The server's first message, sent once it has imported the modules that ranks need when they start."""
 START_SECONDS = 120.0
@@ -80,8 +88,8 @@ class Zygote:
         self._requests = threading.Lock()
         self._owner = os.getpid()
         self._ready = self._loaded = self.retired = False
-        changed = import_variables(variables or {})
-        self.variables = import_variables(os.environ) | changed
+        changed = server_variables(variables or {})
+        self.variables = server_variables(os.environ) | changed
         self._unread = 0  # Count the replies that are still to be read, even if their run has been stopped.
         self.ranks: set[int] = set()
         with ExitStack() as undo:
@@ -212,12 +220,23 @@ class Zygote:
         """End the server and all its ranks. Do nothing in a process that inherited this object."""
         if self._owner != os.getpid():
             return
+        if not self.ranks:
+            self._end()
+            return
         self._control.close()
         try:
             self._process.wait(timeout=0 if is_stopped(self.pid) else 5)
         except subprocess.TimeoutExpired:  # The server is still importing torch, or is suspended.
             self._end()
         self._log.close()
+
+
+def server_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables in ``environment`` that the imports of the server may read."""
+    by_torch = {
+        name: value for name, value in environment.items() if name.startswith(_READ_BY_TORCH) and name not in _SET_LATER
+    }
+    return by_torch | import_variables(environment)
 
 
 _lock = threading.Lock()
@@ -241,8 +260,9 @@ def ensure_zygote(variables: Mapping[str, str] | None = None) -> Zygote:
         variables: The environment variables that the launch sets.
     """
     global _zygote  # noqa: PLW0603 - one server per kernel
+    wanted = server_variables({**os.environ, **(variables or {})})
     with _lock:
-        if _zygote is not None and _zygote.alive() and _zygote.variables != launch_variables(variables):
+        if _zygote is not None and _zygote.alive() and _zygote.variables != wanted:
             _zygote.retire()
         if _zygote is None or not _zygote.alive():
             if _zygote is not None and not _zygote.retired:

@@ -91,5 +91,8 @@ def test_the_next_launch_stops_it(monkeypatch: pytest.MonkeyPatch) -> None:
         stopped.append(stop())
 
     monkeypatch.setattr(fork, "collapse_memory", collapse)
-    fork.ForkBackend(print, ()).prepare_next()
+    backend = fork.ForkBackend(print, ())
+    backend.configure(LaunchConfig(), print, bool)
+    backend.start_ranks([], print)
+    backend.prepare_next()
     assert stopped == [False, True]

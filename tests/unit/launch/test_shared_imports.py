@@ -141,6 +141,17 @@ def test_changed_variables_are_read_by_ranks_from_the_server_process(answers: An
     assert "TORCHDYNAMO_SUPPRESS_ERRORS has changed since the kernel imported torch._dynamo" in refusal
 
 
+def test_the_server_process_imports_torch_with_the_variables_of_the_launch(answers: Answers) -> None:
+    script = """
+    def level():
+        return torch.distributed.get_debug_level().name
+
+    for env in ({"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}, None):
+        answers.append(launch(level, env=env, start_method="zygote").results)
+    """
+    assert answers(script) == [["DETAIL", "DETAIL"], ["OFF", "OFF"]]
+
+
 @pytest.mark.parametrize("broken", ["torch._dynamo", "torch._dynamo.symbolic_convert"])
 def test_ranks_train_even_if_the_import_fails_in_the_kernel(broken: str, answers: Answers) -> None:
     script = f"""

@@ -141,6 +141,9 @@ def test_a_row_that_could_not_be_measured_keeps_its_recorded_figures() -> None:
     row("panel", Figure(what="to the return", unit="s", ours=None, note="playwright is not installed"))
     assert runner.main(["--record"]) == 0
     assert [entry.figure.ratio for entry in record.recorded()] == [0.5, 0.6]
+    row("panel", ratio(0.7, "first line"))
+    assert runner.main(["--record"]) == 0
+    assert [entry.figure.ratio for entry in record.recorded()] == [0.5, 0.7]
 
 
 def test_a_figure_is_recorded_with_all_its_fields() -> None:

@@ -1,4 +1,4 @@
-"""The code of a Ray actor, which acts as the host of one node and starts the node's ranks as child processes.
+"""The code of a Ray actor, which acts as the host of one node. The node's ranks are forked from its server process.
 
 The actor itself never loads the user's function.
 """

@@ -201,10 +201,10 @@ class RayBackend(FunctionBackend):
                 self._await_connections(listener, driver, nodes, connections)
             by_node = _by_node(orders, nodes, connections[0].hello.port)
             for node, own in enumerate(by_node):
+                with suppress(ChannelClosedError):  # A lost node is noticed while waiting for its ranks.
+                    connections[node].measure_clock()
                 self.send(connections[node], own)
             for node, own in enumerate(by_node):
-                with suppress(ChannelClosedError):  # A lost node is noticed while waiting for its ranks.
-                    connections[node].measure_clock()  # The ranks start in the meantime.
                 take_ranks(connections[node], own, started, self._cluster.start_timeout, self._stopping)
         except BaseException:
             for connection in connections.values():

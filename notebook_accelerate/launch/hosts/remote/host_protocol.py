@@ -89,10 +89,13 @@ class StartOrder(Event):
 
     Attributes:
         payload: The pickled list of the ranks' orders.
-        trains: Whether the ranks will probably train a model, so that they can share what an optimizer imports.
+        spawn: Whether each rank must be a fresh interpreter, for a host without a notebook.
+        trains: Whether the ranks will probably train a model. If so, such a host imports what an optimizer needs before
+            it forks them.
     """
 
     payload: bytes
+    spawn: bool = False
     trains: bool = False
 
 
