@@ -220,13 +220,13 @@ class Zygote:
         """End the server and all its ranks. Do nothing in a process that inherited this object."""
         if self._owner != os.getpid():
             return
-        if not self.ranks:
+        if not (self.ranks or self.retired or self.ready()):  # It would notice only after it has imported torch.
             self._end()
             return
         self._control.close()
         try:
             self._process.wait(timeout=0 if is_stopped(self.pid) else 5)
-        except subprocess.TimeoutExpired:  # The server is still importing torch, or is suspended.
+        except subprocess.TimeoutExpired:  # The server is still importing modules, or is suspended.
             self._end()
         self._log.close()
 
