@@ -50,7 +50,7 @@ class PlacedFork(ZygoteBackend):
 
 
 class PlacedSpawn(SpawnBackend):
-    """Starts a fresh interpreter for each rank, on TPUs, on platforms that cannot fork, and if the user has asked."""
+    """Starts a fresh interpreter for each rank, on TPUs, on platforms that cannot fork, or on request."""
 
     complete = PlacedFork.complete
 

@@ -26,6 +26,7 @@ from notebook_accelerate.launch.hosts.remote.host_protocol import FramesEvent, H
 from notebook_accelerate.launch.hosts.remote.listener import HostListener, connect_to_kernel
 from notebook_accelerate.launch.hosts.remote.stream import new_secret
 from notebook_accelerate.launch.processes.event_loop import DispatchSelector, dispatch
+from notebook_accelerate.launch.processes.interpreters import isolated_path
 from notebook_accelerate.launch.processes.rank_process import RankProcess
 from notebook_accelerate.telemetry.inherited_state import capture_inherited_state
 from notebook_accelerate.telemetry.worker_order import WorkerOrder
@@ -129,6 +130,15 @@ def test_an_order_is_adapted_to_its_machine(monkeypatch: pytest.MonkeyPatch, tmp
     assert order.base_environment["ONLY_HERE"] == "1"
     assert order.cwd is None
     assert order.sys_path == [*sys.path, str(tmp_path)]
+
+
+def test_packages_that_ray_has_copied_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = list(sys.path)
+    monkeypatch.setattr(sys, "path", ["/site-packages/ray/thirdparty_files", *before])
+    order = WorkerOrder(0, {}, 1, capture_inherited_state(), cwd=None, sys_path=[])
+    adapt_to_machine(order)
+    assert order.sys_path == before
+    assert sorted(isolated_path(sys.path)) == sorted(before)
 
 
 def _tunnel() -> tuple[NodeHost, socket.socket]:
