@@ -59,7 +59,7 @@ def kernel_facts(variables: Mapping[str, str] | None = None) -> KernelFacts:
 
 
 plans = 0
-"""How many launches this process has begun to plan."""
+"""The number of calls of `plan_from_here`."""
 
 
 def plan_from_here(config: LaunchConfig) -> LaunchPlan:

@@ -89,9 +89,8 @@ class StartOrder(Event):
 
     Attributes:
         payload: The pickled list of the ranks' orders.
-        spawn: Whether each rank must be a fresh interpreter, for a host without a notebook.
-        trains: Whether the ranks will probably train a model. If so, such a host imports what an optimizer needs before
-            it forks them.
+        spawn: Whether a host without a notebook must start a fresh interpreter for each rank.
+        trains: Whether a host without a notebook should import what an optimizer needs before it forks the ranks.
     """
 
     payload: bytes
