@@ -1,12 +1,11 @@
 """Run code as in a new interpreter that has imported torch. It is forked from a server, which saves two seconds.
 
 Only torch and numpy are imported. Code that depends on the start of an interpreter (its flags, ``sitecustomize``, or
-variables that torch reads during its import) needs a real one.
+variables that torch reads during its import), or on the unloading of libraries at its exit, needs a real one.
 """
 
 from __future__ import annotations
 
-import gc
 import json
 import multiprocessing.process
 import os
@@ -22,6 +21,8 @@ from typing import Any
 
 import psutil
 import pytest
+
+from tests.support.forked_imports import import_for_forks
 
 _ROOT = Path(__file__).resolve().parents[2]
 _SERVER = "import sys; from tests.support.interpreters import main, serve; serve(int(sys.argv[1])) and main()"
@@ -96,14 +97,7 @@ def serve(descriptor: int) -> bool:
     Returns:
         True in a forked process, which must call `main`, and False in the server when it ends.
     """
-    gc.disable()  # During the imports, garbage collection would take a third of the time and find nothing.
-    import numpy as np
-    import torch
-
-    assert np, torch
-    gc.collect()
-    gc.enable()
-    gc.freeze()  # Garbage collection in a forked process, even the final one, then ignores torch's objects.
+    import_for_forks(["numpy", "torch"])
     connection = socket.socket(fileno=descriptor)
     while True:
         request, files, _, _ = socket.recv_fds(connection, _MESSAGE, 3)

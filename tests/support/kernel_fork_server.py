@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
-import gc
 import inspect
 import json
 import os
@@ -27,6 +26,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple, NoReturn
+
+from tests.support.forked_imports import import_for_forks
 
 PRELOADED = (
     "ipykernel.ipkernel",
@@ -248,13 +249,9 @@ def main() -> NoReturn:
     del sys.path[0]  # Remove the folder of this program.
     # The launch of a detached run, which may have started this process, blocks SIGINT. Kernels would inherit this.
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    gc.disable()  # During the imports, garbage collection would take a third of the time and find nothing.
-    for name in PRELOADED:
-        import_module(name)
+    import_for_forks(PRELOADED)
     assert "notebook_accelerate.launchers" not in sys.modules
     import_module("ipywidgets").register_comm_target()  # In a kernel, the import of ipywidgets does this.
-    gc.freeze()  # Otherwise, garbage collection in a kernel would copy the pages of all objects.
-    gc.enable()
     channel = socket.socket(fileno=int(sys.argv[1]))
     # The kernel ends with its parent. Pass the parent's id, because ipykernel read the environment before the fork.
     arguments = [*serve(channel), f"--IPKernelApp.parent_handle={os.getppid()}"]
