@@ -65,7 +65,9 @@ def _launch(kernel: Kernel, name: str, arguments: str, more: str = "") -> Path:
 
 def test_a_detached_run_outlives_its_kernel(state: Path, tmp_path: Path) -> None:
     project = str(tmp_path / "project")
-    with Kernel(cwd=tmp_path) as kernel:  # Leaving the block deletes the kernel's folder while the ranks run.
+    with Kernel(
+        cwd=tmp_path, detached=1
+    ) as kernel:  # Leaving the block deletes the kernel's folder while the ranks run.
         folder = _launch(kernel, "train-3", f"({project!r}, 0.1, 300)")
         launched_in = kernel.cwd
         followed = attach("train-3")
@@ -108,7 +110,7 @@ def test_a_detached_run_outlives_its_kernel(state: Path, tmp_path: Path) -> None
 
 
 def test_a_detached_run_starts_with_the_settings_of_the_notebook(state: Path) -> None:
-    with Kernel(cwd=state) as kernel:
+    with Kernel(cwd=state, detached=1) as kernel:
         kernel.check(
             "import logging, random, torch, warnings\nfrom notebook_accelerate import notebook_launcher\n"
             "torch.manual_seed(5); random.seed(5); torch.set_default_dtype(torch.float64)\n"
@@ -125,7 +127,7 @@ def test_a_detached_run_starts_with_the_settings_of_the_notebook(state: Path) ->
 
 
 def test_a_breakpoint_waits_for_the_next_kernel(state: Path) -> None:
-    with Kernel(cwd=state) as kernel:
+    with Kernel(cwd=state, detached=1) as kernel:
         _launch(kernel, "stops", "('', 0.0, 3, -1, 1)")
         followed = attach("stops")
         until(lambda: followed.prompts == (1,), seconds=120)
@@ -142,7 +144,7 @@ def test_a_breakpoint_waits_for_the_next_kernel(state: Path) -> None:
 
 
 def test_the_ranks_of_a_failed_run_are_held_for_the_next_kernel(state: Path) -> None:
-    with Kernel(cwd=state) as kernel:
+    with Kernel(cwd=state, detached=1) as kernel:
         _launch(kernel, "fails", "('', 0.0, 5, 3)", ", hold_on_error=True")
         followed = attach("fails")
         until(lambda: followed.status == "failed" and followed.held, seconds=120)
@@ -265,7 +267,7 @@ def test_an_interrupted_launch_is_stopped(state: Path, monkeypatch: pytest.Monke
 
 def test_a_wait_that_ends_does_not_stop_the_run(state: Path) -> None:
     """The wait ends with an interrupt, or with the kernel, whose end cancels the cell that awaits the run."""
-    with Kernel() as kernel:
+    with Kernel(detached=1) as kernel:
         kernel.check(_TRAIN)
         kernel.check(
             "run = notebook_launcher(time.sleep, (600,), num_processes=1, detach=True, name='waits', panel=False)"

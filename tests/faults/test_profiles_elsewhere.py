@@ -66,7 +66,7 @@ def check(kernel: Kernel) -> None:
 
 def test_a_detached_run_can_be_profiled_from_another_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with user_folder(tmp_path / "state", monkeypatch):
-        with Kernel() as kernel:
+        with Kernel(detached=1) as kernel:
             kernel.check(TRAIN)
             kernel.check("run = notebook_launcher(train, num_processes=2, use_port=0, detach=True, name='far')", 120)
             followed = attach("far")

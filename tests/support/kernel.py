@@ -40,7 +40,7 @@ from traitlets.config import Config
 
 from tests.support import kernel_forks
 from tests.support.ipython_startup import start_no_server
-from tests.support.kernel_fork_server import NO_SPARE
+from tests.support.kernel_fork_server import SPARES
 
 ROOT = Path(__file__).resolve().parents[2]
 # Don't use TCP: before a kernel binds the ports that Jupyter has chosen for it, another process may take one.
@@ -201,6 +201,7 @@ class Kernel:
         prefix: A command that replaces itself with the kernel, such as ("ip", "netns", "exec", ...).
         python: The kernel's interpreter.
         server: Whether the kernel starts its zygote early, as it does for users.
+        detached: The number of detached runs whose processes are forked, too.
         forked: Whether the kernel may be forked from a process that has imported torch and this package
             (`kernel_forks`). Otherwise it is a new interpreter without any imports.
     """
@@ -215,6 +216,7 @@ class Kernel:
         prefix: Sequence[str] = (),
         python: str = sys.executable,
         server: bool = True,
+        detached: int = 0,
         forked: bool = True,
     ) -> None:
         self.answer, self._front_end = answer, front_end
@@ -232,8 +234,8 @@ class Kernel:
             start_no_server(self.folder / "ipythondir")
         self._log = (self.folder / "kernel.log").open("w+")
         forked = forked and not prefix and python == sys.executable and kernel_forks.can_fork(env or {})
-        if forked and not server:
-            env = {**(env or {}), NO_SPARE: "yes"}
+        if forked:
+            env = {**(env or {}), SPARES: str(server + detached)}
         self._manager = self._make_manager(forked=forked)
         self._client: BlockingKernelClient | None = None
         try:

@@ -4,8 +4,8 @@
 because each kernel inherits its imports.
 
 A kernel's zygote would import torch again. Instead, each kernel begins by forking a spare process, which becomes the
-zygote. The process of a detached run that the tests launch is forked, too, and so is a command that joins a run; each
-forks a spare process for its zygote.
+zygote, and others for the detached runs that it will launch. The process of a detached run that the tests launch is
+forked, too, and so is a command that joins a run; each forks a spare process for its zygote.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ PRELOADED = (
 
 Tests of what is imported, or of when, start a kernel with ``forked=False``.
 """
-NO_SPARE = "TEST_NO_SPARE"
-"""A variable that is set for kernels without a spare process."""
+DETACHED = "notebook_accelerate.launch.detached_process"
+SPARES = "TEST_SPARES"
+"""The variable with the number of a kernel's spare processes, by default one."""
 READ_AT_START = ("PYTHON", "OMP_", "MKL_", "KMP_", "OPENBLAS_", "LD_", "MALLOC_", "TORCH", "CUDA", "XLA", "PJRT")
 """Prefixes of variables that the interpreter or torch reads at its start. A forked process would ignore changes."""
 _LONGEST = 1 << 17
@@ -81,7 +82,7 @@ def serve(channel: socket.socket) -> list[str]:
             if "code" in request:
                 run_code(request, descriptors)
             become(request, *descriptors)
-            if os.environ.pop(NO_SPARE, None) is None:
+            for _ in range(int(os.environ.pop(SPARES, "1"))):
                 keep_spare()
             return list(request["argv"])
         for each in descriptors:
@@ -233,6 +234,7 @@ class SparePopen(subprocess.Popen[Any]):
             ]
             request = {
                 "code": code,
+                "module": DETACHED if f"from {DETACHED}" in code else None,
                 "cwd": options["cwd"] or str(Path.cwd()),
                 "env": dict(options["env"]),
                 "numbers": [0, 1, 2, *options["pass_fds"]],
