@@ -136,7 +136,7 @@ def end_of_run(kernel: Kernel) -> list[str]:
 
 def test_two_commands_join(first: Kernel, join: Start, secret_file: Path) -> None:
     cell, where = launch(first, "meet", num_processes=2, num_nodes=3)
-    one = join(where, forked=False)
+    one = join(where)
     one.wait_until_it_prints("2 of 3 nodes have joined")
     other = join(where, "--secret_file", str(secret_file), "--num-processes", "1", secret="")
     first.finish(cell, LIMIT).expect_ok()
@@ -231,14 +231,17 @@ def test_the_run_keeps_waiting_for_a_command_with_its_secret(first: Kernel, join
     assert SECRET not in cell.plain + wrong.err
 
 
-def test_one_command_too_many_is_refused(first: Kernel, join: Start) -> None:
-    command, _ = begin(first, join)
+def test_one_command_too_many_is_refused_and_a_stop_ends_the_others(first: Kernel, join: Start) -> None:
+    command, pids = begin(first, join)
     late = join(command.command[len(JOIN)])
     assert late.exit_code() == 1
     assert "join: the run already has its 2 nodes: " in late.err
     assert f"{HOST} (process {command.process.pid})" in late.err
     first.check("run.stop()", LIMIT)
     assert command.exit_code() == 1
+    assert re.search(rf"join: run \d+ ended after \S+ s: node 0 \({HOST}\): it was stopped\n", command.err)
+    wait_gone(pids, LIMIT)
+    assert end_of_run(first)[0] == "RunStoppedError"
 
 
 def test_a_failure_of_a_commands_rank_is_reported_at_its_line_of_the_cell(first: Kernel, join: Start) -> None:
@@ -298,15 +301,6 @@ def test_a_command_says_that_its_ranks_are_held_for_the_debugger(first: Kernel, 
     assert command.exit_code() == 1
 
 
-def test_a_stop_in_the_notebook_ends_the_command(first: Kernel, join: Start) -> None:
-    command, pids = begin(first, join)
-    first.check("run.stop()", LIMIT)
-    assert command.exit_code() == 1
-    assert re.search(rf"join: run \d+ ended after \S+ s: node 0 \({HOST}\): it was stopped\n", command.err)
-    wait_gone(pids, LIMIT)
-    assert end_of_run(first)[0] == "RunStoppedError"
-
-
 @pytest.mark.parametrize(
     ("number", "exit_code", "words"),
     [
@@ -363,18 +357,13 @@ def test_a_commands_rank_can_ask_for_input_in_the_notebook(first: Kernel, join: 
     assert (first.value("run.results"), prompts, command.exit_code()) == (["", "Ada"], ["[rank 1] who? "], 0)
 
 
-def test_the_commands_of_a_scheduler_join(first: Kernel, start: Start) -> None:
-    cell, where = launch(first, "placed", num_nodes=3)
-    command = start("bash", "-c", SRUN, "srun", "2", *JOIN, where)
-    first.finish(cell, LIMIT).expect_ok()
-    assert command.exit_code() == 0
-    results = first.value("run.results")
+def test_a_scheduler_starts_and_cancels_its_commands(first: Kernel, start: Start) -> None:
+    command, pids = begin(first, lambda where: start("bash", "-c", SRUN, "srun", "2", *JOIN, where), nodes=3)
+    names = ("RANK", "GROUP_RANK", "LOCAL_RANK", "SLURM_NODEID")
+    question = f"[__import__('os').environ.get(name, '') for name in {names}]"
+    results = first.value(f"list(run.ask({question!r}, timeout=60).values())", LIMIT)
     assert [result[:3] for result in results] == [["0", "0", "0"], ["1", "1", "0"], ["2", "2", "0"]]
     assert (results[0][3], sorted(result[3] for result in results[1:])) == ("", ["0", "1"])
-
-
-def test_a_scheduler_cancels_its_commands(first: Kernel, start: Start) -> None:
-    command, pids = begin(first, lambda where: start("bash", "-c", SRUN, "srun", "2", *JOIN, where), nodes=3)
     command.process.terminate()
     assert command.exit_code() == 128 + signal.SIGTERM
     assert re.search(rf"node [12] \({HOST}\) has left: its command was interrupted", end_of_run(first)[1])
