@@ -40,7 +40,10 @@ def actor() -> int:
 
 
 def train(big: torch.Tensor, gate: Path) -> dict[str, Any]:
-    """Print and log; once `gate` exists, reduce over all ranks, and return facts about this rank."""
+    """Print and log; once `gate` exists, reduce over all ranks, and return facts about this rank.
+
+    The first rank of each node changes the tensor, after all ranks have read it.
+    """
     from notebook_accelerate import Accelerator
 
     accelerator = Accelerator()
@@ -49,10 +52,16 @@ def train(big: torch.Tensor, gate: Path) -> dict[str, Any]:
         emit(MetricEvent({"loss": 1.0 / (step + 1)}, step))
     until(gate.exists, 600)
     variables = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "GLOO_SOCKET_IFNAME")
+    file, total = mapped_at(big.data_ptr()), float(big.sum())
+    accelerator.wait_for_everyone()
+    if accelerator.is_local_main_process:
+        big.fill_(7.0)
+    accelerator.wait_for_everyone()
     return {
         "sum": int(accelerator.reduce(torch.ones(1))),
-        "file": mapped_at(big.data_ptr()),
-        "total": float(big.sum()),
+        "file": file,
+        "total": total,
+        "mean after a change": float(big.mean()),
         "environment": [os.environ[name] for name in variables],
         "breakpoint": os.environ.get("PYTHONBREAKPOINT", ""),
         "threads": torch.get_num_threads(),
@@ -88,6 +97,8 @@ def test_a_run_spans_two_nodes(cluster: LocalCluster, capfd: pytest.CaptureFixtu
     files = [result["file"] for result in results]
     assert len(set(files)) == 2
     assert files.count(files[alone]) == 1
+    changed = [7.0 if local_rank == "0" else 1.0 for local_rank in local_ranks]
+    assert [result["mean after a change"] for result in results] == changed, "a rank changes only its own copy"
 
     assert [info.pid for info in run.ranks] == [result["pid"] for result in results]
     assert [info.exit for info in run.ranks] == ["exit 0"] * 3
@@ -100,20 +111,6 @@ def test_a_run_spans_two_nodes(cluster: LocalCluster, capfd: pytest.CaptureFixtu
     assert "3 processes on a Ray cluster · ray (as asked: on=RayCluster(...))" in out
     for rank in range(3):
         assert f"[rank {rank}] hello from {rank}" in out
-
-
-def test_big_tensors_are_not_shared_between_ranks(cluster: LocalCluster) -> None:
-    def spoil(shared: torch.Tensor) -> float:
-        import torch.distributed as dist
-
-        dist.init_process_group("gloo")
-        if dist.get_rank() == 0:
-            shared.fill_(7.0)
-        dist.barrier()
-        return float(shared.mean())
-
-    run = notebook_launcher(spoil, (torch.zeros(1 << 18),), 2, on=RayCluster(strategy="STRICT_PACK"))
-    assert run.results == (7.0, 0.0)
 
 
 def test_the_first_failure_is_reported_at_its_line(cluster: LocalCluster) -> None:
@@ -137,29 +134,13 @@ def test_the_first_failure_is_reported_at_its_line(cluster: LocalCluster) -> Non
     assert [info.state for info in caught.value.run.ranks][1] == "failed"  # type: ignore[union-attr]
 
 
-def test_stop_ends_every_rank(cluster: LocalCluster) -> None:
-    def forever() -> None:
+def test_ranks_answer_questions_and_end_with_their_children_when_stopped(cluster: LocalCluster) -> None:
+    def stuck() -> None:
         import subprocess
 
-        subprocess.Popen(["sleep", "600"])
-        print("on my way")
-        time.sleep(600)
-
-    run = notebook_launcher(forever, (), 2, on=SPREAD, block=False)
-    until(lambda: all("on my way" in run.logs(rank=rank) for rank in (0, 1)))
-    pids = [int(info.pid or 0) for info in run.ranks]
-    children = [child.pid for pid in pids for child in psutil.Process(pid).children()]
-    assert len(children) == 2
-    run.stop()
-    assert run.status == "stopped"
-    assert [info.state for info in run.ranks] == ["stopped", "stopped"]
-    until(lambda: not any(psutil.pid_exists(pid) for pid in [*pids, *children]))
-
-
-def test_questions_and_diagnoses_work(cluster: LocalCluster) -> None:
-    def stuck() -> None:
         import torch.distributed as dist
 
+        subprocess.Popen(["sleep", "600"])
         dist.init_process_group("gloo")
         secret = dist.get_rank() * 10
         if secret == 0:
@@ -173,12 +154,18 @@ def test_questions_and_diagnoses_work(cluster: LocalCluster) -> None:
         until(lambda: any(place.rank == 0 and place.waiting for place in run.diagnose().places))
         until(lambda: "barrier" in run.diagnose().text)
         until(lambda: "time.sleep(0.1)" in str(run.stacks()))
+        pids = [int(info.pid or 0) for info in run.ranks]
+        children = [child.pid for pid in pids for child in psutil.Process(pid).children()]
+        assert len(children) == 2
         # A suspended rank cannot answer, so its host inspects it from outside.
-        os.kill(int(run.ranks[1].pid or 0), signal.SIGSTOP)
+        os.kill(pids[1], signal.SIGSTOP)
         assert len(run.diagnose().places) == 2
     finally:
         os.kill(int(run.ranks[1].pid or 0), signal.SIGCONT)
-        run.stop(grace=1.0)
+        run.stop()
+    assert run.status == "stopped"
+    assert [info.state for info in run.ranks] == ["stopped", "stopped"]
+    until(lambda: not any(psutil.pid_exists(pid) for pid in [*pids, *children]))
 
 
 @pytest.mark.parametrize("rank_first", [False, True], ids=["actor", "rank, then actor"])
@@ -284,15 +271,6 @@ def test_versions_are_compared_before_the_function_is_sent(cluster: LocalCluster
     words = rf"so the function was not sent: node \S+ \(127\.0\.0\.\d\) has torch 9\.9\.9; the notebook has {ours}"
     with pytest.raises(LaunchError, match=words):
         notebook_launcher(print, (), 2, on=on)
-
-
-def test_a_runtime_environment_reaches_the_ranks(cluster: LocalCluster) -> None:
-    on = RayCluster(runtime_env={"env_vars": {"FROM_RUNTIME_ENV": "here"}}, cpus=2, resources=None)
-    run = notebook_launcher(
-        lambda: (os.environ["FROM_RUNTIME_ENV"], os.environ["MINE"], torch.get_num_threads()), (), 1, on=on,
-        env={"MINE": "too"},
-    )  # fmt: skip
-    assert run.results == (("here", "too", 2),)
 
 
 def test_an_address_without_a_cluster_is_reported() -> None:
@@ -449,6 +427,13 @@ def served(folder: str) -> tuple[str, bool, str]:
     return importlib.metadata.version("accelerate"), same, child
 
 
-def test_ranks_on_nodes_serve_the_package_as_accelerate(cluster: LocalCluster, tmp_path: Path) -> None:
-    run = notebook_launcher(served, (str(tmp_path),), 2, on=SPREAD, config=LaunchConfig(as_accelerate=True))
-    assert run.results == (("1.15.0", True, "1.15.0"),) * 2
+def test_ranks_on_nodes_get_a_runtime_environment_and_the_package_as_accelerate(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
+    def facts() -> tuple[str, str, int, tuple[str, bool, str]]:
+        variables = os.environ["FROM_RUNTIME_ENV"], os.environ["MINE"]
+        return *variables, torch.get_num_threads(), served(str(tmp_path))
+
+    on = RayCluster(strategy="SPREAD", runtime_env={"env_vars": {"FROM_RUNTIME_ENV": "here"}}, cpus=2, resources=None)
+    run = notebook_launcher(facts, (), 2, on=on, env={"MINE": "too"}, config=LaunchConfig(as_accelerate=True))
+    assert run.results == (("here", "too", 2, ("1.15.0", True, "1.15.0")),) * 2
