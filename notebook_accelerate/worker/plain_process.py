@@ -11,8 +11,9 @@ from __future__ import annotations
 import builtins
 import contextlib
 import functools
+import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -82,20 +83,43 @@ def _disconnect_shell(shell: Any) -> None:
             kind.clear_instance()
 
 
-_of_notebook: list[str] | None = None
-"""The names of the modules to hide, or None before `look_for_notebook` has run."""
+_LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
+
+_of_notebook: list[str] = []
+"""The names of the modules to hide, as far as `look_for_notebook` has seen them."""
+_of_lightning: list[str] = []
+"""The names of Lightning's modules with a variable that says whether the session is interactive."""
+_last_seen: tuple[str, int] = "", 0
+"""The last module that `look_for_notebook` has seen, and the number of modules at that time."""
 
 
 def look_for_notebook() -> None:
-    """List the modules to hide, before ranks are forked. In a rank, reading each name would copy a memory page."""
-    global _of_notebook  # noqa: PLW0603 - one list per process
-    _of_notebook = [name for name in list(sys.modules) if f"{name}.".startswith(_NOTEBOOK_PACKAGES)]
+    """List the modules to hide or to correct, before ranks are forked. In a rank, reading all names would copy pages.
+
+    Only modules that were imported after the last call are read, because reading a name writes to its memory, which
+    is slow after a fork.
+    """
+    global _last_seen  # noqa: PLW0603 - one list per process
+    last, count = _last_seen
+    new = list(itertools.takewhile(last.__ne__, reversed(sys.modules)))
+    if count + len(new) != len(sys.modules):  # Modules were removed, so the last one may have moved.
+        new, count = list(reversed(sys.modules)), 0
+        _of_notebook.clear()
+        _of_lightning.clear()
+    if new:
+        _last_seen = new[0], count + len(new)
+    for name in new:
+        if f"{name}.".startswith(_NOTEBOOK_PACKAGES):
+            _of_notebook.append(name)
+        of_lightning = name.partition(".")[0] in _LIGHTNING
+        if of_lightning and "_IS_INTERACTIVE" in getattr(sys.modules.get(name), "__dict__", ()):
+            _of_lightning.append(name)
 
 
 def _hide_modules() -> None:
-    if _of_notebook is None:
+    if not _last_seen[1]:
         look_for_notebook()
-    for name in _of_notebook or ():
+    for name in _of_notebook:
         if name in sys.modules:
             _hidden[name] = sys.modules.pop(name)
 
@@ -119,11 +143,11 @@ def _plain_tqdm(module: Any) -> None:
             delattr(kind, name)
 
 
-def _plain_lightning(module: Any) -> None:
-    package = module.__name__.partition(".")[0]
-    for each in _modules_of(package):
-        if "_IS_INTERACTIVE" in vars(each):
-            each._IS_INTERACTIVE = False
+def _plain_lightning(_: Any) -> None:
+    for name in _of_lightning:
+        module: Any = sys.modules.get(name)
+        if module is not None:
+            module._IS_INTERACTIVE = False
 
 
 def _plain_rich(module: Any) -> None:
@@ -137,10 +161,6 @@ def _plain_transformers(module: Any) -> None:
 
 def _ask_transformers_again(module: Any) -> None:
     module.is_in_notebook.cache_clear()
-
-
-def _modules_of(package: str) -> Iterator[Any]:
-    return (module for name, module in list(sys.modules.items()) if name.partition(".")[0] == package)
 
 
 _CONCLUSIONS: dict[str, Callable[[Any], None]] = {

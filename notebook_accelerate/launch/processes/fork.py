@@ -14,6 +14,7 @@ from notebook_accelerate.launch.processes.fork_probe import fork_hazard, fork_qu
 from notebook_accelerate.launch.processes.orphan_guard import own_mark
 from notebook_accelerate.launch.processes.rank_pipes import RankPipes
 from notebook_accelerate.launch.processes.rank_process import OwnChild, ProcessBackend, RankProcess, pidfd_of
+from notebook_accelerate.telemetry import cells
 from notebook_accelerate.worker import entry
 
 if TYPE_CHECKING:
@@ -92,6 +93,8 @@ class ForkBackend(ProcessBackend):
             self._instead.close()
 
     def prepare_next(self) -> None:
+        if _is_idle(self._planned):
+            cells.note_classes()
         _collapse_unshared_memory(self._planned)
 
     def start_rank(self, order: WorkerOrder) -> RankProcess:
@@ -121,4 +124,9 @@ def _collapse_unshared_memory(planned: int) -> None:
     Args:
         planned: The value of ``fork_probe.plans`` before the next launch.
     """
-    collapse_memory(COLLAPSE_SECONDS, stop=lambda: bool(ForkedRank.living) or fork_probe.plans > planned)
+    collapse_memory(COLLAPSE_SECONDS, stop=lambda: not _is_idle(planned))
+
+
+def _is_idle(planned: int) -> bool:
+    """Return whether this process has no ranks, and has planned no launch since ``plans`` was ``planned``."""
+    return not ForkedRank.living and fork_probe.plans == planned

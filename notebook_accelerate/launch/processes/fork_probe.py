@@ -213,6 +213,9 @@ header shows the first hazard."""
 
 
 _LIBRARY = re.compile(r"/\S*\.so\S*")
+_FROM_PYTHON = re.compile(r"/psygnal/[^/]+$|__mypyc\.")
+"""Libraries that mypyc has compiled from Python, such as psygnal, which anywidget imports for a kernel's first panel.
+They change nothing that a fork could break."""
 _NATIVE_CHARS = 15
 """The number of characters of a thread's name that Linux keeps."""
 _passed: set[tuple[frozenset[str], frozenset[str]]] = set()
@@ -251,7 +254,8 @@ def _call_on_new_thread(function: Callable[[], str]) -> str:
 def _libraries_and_threads(maps: str) -> tuple[frozenset[str], frozenset[str]]:
     """Return the mapped libraries and the names of threads, which decide whether a fork works."""
     python = {re.sub(r"\d+", "", t.name) for t in threading.enumerate() if not t.name.startswith(_OWN_THREADS)}
-    return frozenset(_LIBRARY.findall(maps)), frozenset(python | _native_thread_names())
+    libraries = frozenset(path for path in set(_LIBRARY.findall(maps)) if not _FROM_PYTHON.search(path))
+    return libraries, frozenset(python | _native_thread_names())
 
 
 def _native_thread_names() -> set[str]:

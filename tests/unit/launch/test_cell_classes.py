@@ -6,6 +6,7 @@ import abc
 import dataclasses
 import enum
 import functools
+import gc
 import math
 import subprocess
 import sys
@@ -335,3 +336,33 @@ def test_a_class_that_cannot_be_hashed_is_accepted(main: dict[str, Any]) -> None
     cells.note_classes()
     assert cells.known(cells.token_of(plain)) is plain
     assert odd is not plain
+
+
+def test_all_classes_are_searched_only_if_the_collector_may_have_moved_new_ones(main: dict[str, Any]) -> None:
+    searched: list[str] = []
+
+    def count(_: object, event: str, called: Any) -> None:
+        if event == "c_call" and called.__name__ == "__subclasses__":
+            searched.append(called.__name__)
+
+    def note() -> tuple[type, bool]:
+        kind = type("Kind", (), {"__module__": "__main__"})
+        if collects:
+            gc.collect()
+        searched.clear()
+        sys.setprofile(count)
+        try:
+            cells.note_classes()
+        finally:
+            sys.setprofile(None)
+        return kind, bool(searched)
+
+    gc.disable()
+    try:
+        cells.note_classes()
+        for collects in (False, True, False):
+            kind, searched_all = note()
+            assert kind in cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS
+            assert searched_all is collects
+    finally:
+        gc.enable()

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from notebook_accelerate.launch.processes import fork_probe
+
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux kernels are forked")
 
 
@@ -160,6 +162,20 @@ def test_a_probe_is_not_repeated_while_the_kernel_is_unchanged(tmp_path: Path) -
     print(json.dumps(found))
     """
     assert _told(script)[:7] in ([1, 0, 1, 0, 0, 1, 0], [1, 0, 1, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("path", "changes"),
+    [
+        ("/env/site-packages/psygnal/_evented_decorator.cpython-311-x86_64-linux-gnu.so", False),
+        ("/env/site-packages/ac51d50a4f4b6d748b8c__mypyc.cpython-311-x86_64-linux-gnu.so", False),
+        ("/env/psygnal/site-packages/torch/lib/libtorch.so", True),
+        ("/env/site-packages/numba/_dispatcher.cpython-311-x86_64-linux-gnu.so (deleted)", True),
+    ],
+)
+def test_a_library_changes_what_was_probed_unless_it_was_compiled_from_python(path: str, *, changes: bool) -> None:
+    line = f"7f00-7f01 r-xp 00000000 00:00 1    {path}\n"
+    assert (fork_probe._libraries_and_threads(line) != fork_probe._libraries_and_threads("")) is changes
 
 
 def test_an_interrupt_while_waiting_for_the_probe_leaves_no_child() -> None:
