@@ -64,11 +64,12 @@ def disconnect_all() -> None:
 
 def processes_of(folder: Path) -> list[psutil.Process]:
     """Return the processes, except for this one, whose detached runs are recorded in a folder."""
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if process.pid != psutil.Process().pid and process.environ().get("XDG_STATE_HOME") == str(folder):
-                found.append(process)
+    # Tests call this in a loop, and reading these files with psutil takes three times as long.
+    variable, found = os.fsencode(f"XDG_STATE_HOME={folder}"), []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError, psutil.Error):  # The process has exited.
+            if variable in path.read_bytes().split(b"\0") and int(path.parent.name) != os.getpid():
+                found.append(psutil.Process(int(path.parent.name)))
     return found
 
 
