@@ -68,7 +68,7 @@ def test_a_detached_run_outlives_its_kernel(state: Path, tmp_path: Path) -> None
     with Kernel(
         cwd=tmp_path, detached=1
     ) as kernel:  # Leaving the block deletes the kernel's folder while the ranks run.
-        folder = _launch(kernel, "train-3", f"({project!r}, 0.1, 300)")
+        folder = _launch(kernel, "train-3", f"({project!r}, 0.3, 100)")
         launched_in = kernel.cwd
         followed = attach("train-3")
         until(lambda: followed._internals.store.last_step.get(0, -1) >= 5, seconds=120)
@@ -86,7 +86,7 @@ def test_a_detached_run_outlives_its_kernel(state: Path, tmp_path: Path) -> None
         kernel.check("table.close()")
         assert re.match(r"<Run \d+ 'train-3': train, running, 2 ranks, ", kernel.value("repr(run)"))
         assert kernel.value("'· train-3' in run.panel().sections.widgets['head'].value")
-        assert kernel.value("list(run.ask('seconds', timeout=60).values())") == [0.1, 0.1]
+        assert kernel.value("list(run.ask('seconds', timeout=60).values())") == [0.3, 0.3]
         assert kernel.value("str(run.diagnose().verdict)").endswith("all are moving")
         Path(project, "hurry").touch()
         assert "succeeded" in (kernel.check("await run").result_text or "")
@@ -95,11 +95,11 @@ def test_a_detached_run_outlives_its_kernel(state: Path, tmp_path: Path) -> None
     assert followed.wait(60)
     assert followed.folder == folder
     undisturbed = notebook_launcher(
-        train, (str(tmp_path / "plain"), 0.0, 300), num_processes=2, use_port=0, panel=False
+        train, (str(tmp_path / "plain"), 0.0, 100), num_processes=2, use_port=0, panel=False
     )
     assert tuple(attached) == followed.results == undisturbed.results
     for rank in (0, 1):
-        assert followed.metrics["loss"].rank(rank).steps.tolist() == list(range(300))
+        assert followed.metrics["loss"].rank(rank).steps.tolist() == list(range(100))
     assert attach("train-3") is followed
     (row,) = runs(folder.parent)
     assert (row.name, row.status, row.config["detach"]) == ("train-3", "succeeded", True)
