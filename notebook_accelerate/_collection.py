@@ -1,4 +1,4 @@
-"""Pause Python's garbage collection during work that creates many objects but no garbage, such as imports."""
+"""Pause Python's garbage collector, and list objects that it tracks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 from _thread import RLock
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain, compress, repeat
+from typing import Any
 
 
 class _Blocks:
@@ -62,3 +64,25 @@ def gc_paused() -> Iterator[None]:
     finally:
         if os.getpid() == process:  # Skip this in a process that was forked inside the block.
             _blocks.exit()
+
+
+def instances(*kinds: type, generation: int | None = None) -> list[Any]:
+    """Return the objects of any of these classes, and of their subclasses, that the garbage collector tracks.
+
+    Do not loop over ``gc.get_objects()`` where other threads run. Its list may contain a tuple that another thread is
+    creating. Then ``tuple(...)`` raises SystemError in that thread, because a tuple with a second reference cannot be
+    resized (bpo-15108). Here, the list exists only during one call into C, in which no other thread runs. This function
+    never reads ``__class__``, which may raise an error for a proxy or import a lazy module.
+
+    Args:
+        kinds: The classes. Their metaclasses must not define ``__subclasscheck__``.
+        generation: Return only objects of this generation of the collector. Frozen objects belong to none.
+    """
+    lists = map(gc.get_objects, [generation])  # noqa: TID251 - called when the next line asks for the first object
+    objects = chain.from_iterable(lists)
+    return list(_matching(chain.from_iterable(map(repeat, objects, repeat(2))), kinds))
+
+
+def _matching(twice: Iterator[Any], kinds: tuple[type, ...]) -> Iterator[Any]:
+    """Return the objects that are instances of the classes, from an iterator that yields each object twice."""
+    return compress(twice, map(issubclass, map(type, twice), repeat(kinds)))

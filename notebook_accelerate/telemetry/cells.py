@@ -20,7 +20,6 @@ import builtins
 import copyreg
 import dis
 import enum
-import gc
 import hashlib
 import inspect
 import re
@@ -44,6 +43,7 @@ from typing import Any
 
 from cloudpickle import cloudpickle
 
+from notebook_accelerate._collection import instances
 from notebook_accelerate.telemetry.sink import current_sink
 from notebook_accelerate.telemetry.tracebacks import describe_error
 
@@ -78,33 +78,33 @@ _MODULES = ("__main__", "types")  # "types" is the module of classes created by 
 _namespace = type.__dict__["__dict__"].__get__  # Unlike vars(), this does not call the metaclass.
 
 
-_noted: list[int] = []
-"""The counts of `_gc_counts` at the last call of `note_classes`."""
+class _Mark:
+    """While such an object is young, no object created after it has become old."""
+
+
+_last_noted: _Mark | None = None
+_YOUNG = (0,) if sys.version_info >= (3, 14) else (0, 1)
+"""The young generations of the garbage collector. Python 3.14 has one; the others are parts of the old generation."""
 
 
 def note_classes() -> None:
     """Give each class of a cell a token. A process must call this before it forks others that pickle their instances.
 
     Classes created inside the cells' functions are found too, because every class is a subclass of ``object``. However,
-    looking at all classes takes 30 ms in a kernel that has imported 4,000 modules, and longer after a fork. New classes
-    are in the younger generations of the garbage collector until a collection moves them to the oldest one.
+    looking at all classes takes 30 ms in a kernel that has imported 4,000 modules, and longer after a fork.
+
+    The garbage collector never moves only some objects of a generation to an older one, nor does ``gc.freeze``. Thus,
+    if the mark of the last call is still in one of the young generations, so are all classes created after it.
     """
-    global _noted  # noqa: PLW0603 - one process has one collector
-    counts = _gc_counts()
-    young = [each for generation in (0, 1) for each in gc.get_objects(generation) if is_class(each)]
-    kinds = young if counts == _noted == _gc_counts() else _all_classes()
-    _noted = counts
-    for kind in kinds:
+    global _last_noted  # noqa: PLW0603 - one process has one collector
+    mark = _Mark()
+    young = [each for generation in _YOUNG for each in instances(type, _Mark, generation=generation)]
+    is_complete = any(each is _last_noted for each in young)
+    for kind in filter(is_class, young) if is_complete else _all_classes():
         if _namespace(kind).get("__module__") in _MODULES:
             with suppress(Exception):  # The user's metaclass may raise any error.
                 token_of(kind)
-
-
-def _gc_counts() -> list[int]:
-    """Return counts that change whenever the garbage collector moves objects to its oldest generation."""
-    collections = [generation["collections"] for generation in gc.get_stats()]
-    # Since Python 3.14, a collection of the youngest generation may do that too.
-    return [gc.get_freeze_count(), *collections[0 if sys.version_info >= (3, 14) else 1 :]]
+    _last_noted = mark  # Only now, because another thread may begin to note classes in the meantime.
 
 
 def _all_classes() -> list[type]:

@@ -10,18 +10,19 @@ from __future__ import annotations
 import _io
 import atexit
 import ctypes
-import gc
 import logging
 import resource
 import sys
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from notebook_accelerate._collection import instances
 from notebook_accelerate.hardware.process_liveness import STARTED, read_stat
 from notebook_accelerate.telemetry.events import ExitWaitEvent
 from notebook_accelerate.telemetry.tracebacks import frame_of, main_frame
@@ -162,18 +163,18 @@ def _close_files() -> None:
 
     Files that wrap others come first: text files, then files that compress or upload, then the buffers of descriptors.
     """
-    objects = gc.get_objects()  # gc lists only the rank's own objects, because the inherited ones are frozen.
-    kinds = {kind for kind in set(map(type, objects)) if _is_file(kind)}
-    files = [each for each in objects if type(each) in kinds]
+    files = instances(_io._IOBase, *_other_files())  # Inherited objects are frozen, so only the rank's own are listed.
     _call([each for each in files if type(each) is _io.TextIOWrapper], "flush")
     _call([each for each in files if type(each).__module__ not in ("_io", "tempfile")], "close")
     _call([each for each in files if type(each) in (_io.BufferedWriter, _io.BufferedRandom)], "flush")
     _call([each for each in files if type(each).__module__ == "tempfile"], "close")
 
 
-def _is_file(kind: type) -> bool:
-    """Return whether objects of a class buffer the data written to them, or delete a file when they are closed."""
-    return issubclass(kind, _io._IOBase) or kind.__name__ in ("ZipFile", "_TemporaryFileCloser")
+def _other_files() -> Iterator[type]:
+    """Yield the imported classes that write or delete a file when they are closed, but are not files themselves."""
+    for module, name in (("zipfile", "ZipFile"), ("tempfile", "_TemporaryFileCloser")):
+        if isinstance(kind := getattr(_module(module), name, None), type):
+            yield kind
 
 
 def _call(objects: list[Any], method: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import resource
 import sys
 import tracemalloc
@@ -12,6 +11,7 @@ from traceback import walk_tb
 from types import FrameType
 from typing import Any
 
+from notebook_accelerate._collection import instances
 from notebook_accelerate.batch_size_search import should_reduce_batch_size
 from notebook_accelerate.telemetry.debug_protocol import memory_table
 from notebook_accelerate.telemetry.sharding import KINDS, states_per_parameter
@@ -83,11 +83,8 @@ def take_memory_report(frames: Sequence[FrameType] | None = None) -> dict[str, A
 
 
 def _instances(*kinds: type) -> list[list[Any]]:
-    """Return the instances of each class, without reading the ``__class__`` of any object.
-
-    Reading the attribute would raise an error for a proxy whose object is gone, and warn about a deprecated name.
-    """
-    found = [each for each in gc.get_objects() if issubclass(type(each), kinds)]
+    """Return the instances of each class."""
+    found = instances(*kinds)
     return [[each for each in found if issubclass(type(each), kind)] for kind in kinds]
 
 

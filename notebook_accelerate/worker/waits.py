@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import json
 import sys
 import threading
@@ -12,6 +11,7 @@ from contextlib import contextmanager, suppress
 from math import prod
 from typing import Any
 
+from notebook_accelerate._collection import instances
 from notebook_accelerate.hardware import device_table
 from notebook_accelerate.telemetry.debug_protocol import Collective
 from notebook_accelerate.torch_internals import flight_recorders
@@ -67,8 +67,7 @@ def _is_busy(row: device_table.DeviceRow) -> bool:
 
 
 def _streams(kind: Any) -> list[Any]:
-    # Don't use isinstance, which reads __class__ and could make lazy modules load or warn.
-    return [each for each in gc.get_objects() if issubclass(type(each), kind)] if isinstance(kind, type) else []
+    return instances(kind) if isinstance(kind, type) else []
 
 
 def cuda_is_busy(driver: Any, streams: list[Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Imports and other work during which Python's automatic garbage collection is off."""
+"""Work during which automatic garbage collection is off, and lists of the objects that the collector tracks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import threading
 from contextlib import suppress
 
-from notebook_accelerate._collection import gc_paused
+from notebook_accelerate._collection import gc_paused, instances
 
 
 def test_collections_are_off_inside_the_block_only() -> None:
@@ -50,7 +50,7 @@ def test_collections_are_off_until_the_last_of_several_threads_ends_its_block() 
 
 FORKED = """
 import gc, os
-from notebook_accelerate._collection import gc_paused
+from notebook_accelerate._collection import gc_paused, instances
 with gc_paused():
     child = os.fork()
     on = [gc.isenabled()]
@@ -85,3 +85,59 @@ print(gc.isenabled(), max(in_imports, default=0), hasattr(data_loader, "skip_fir
 def test_the_first_use_of_a_name_collects_no_old_objects() -> None:
     done = subprocess.run([sys.executable, "-c", COUNTED], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "0", "True"]
+
+
+class Kind:
+    pass
+
+
+class Derived(Kind):
+    pass
+
+
+class Proxy:
+    """An object whose ``__class__`` cannot be read, like a weakref proxy whose object is gone."""
+
+    @property
+    def __class__(self) -> type:
+        raise ReferenceError
+
+
+def test_instances_of_a_class_and_its_subclasses_are_listed_once() -> None:
+    objects = [Kind(), Derived(), Kind()]
+    others = [Proxy(), Kind]
+    assert sorted(map(id, instances(Kind))) == sorted(map(id, objects))
+    assert instances(Derived, Proxy) in ([objects[1], others[0]], [others[0], objects[1]])
+
+
+def test_instances_are_listed_by_generation() -> None:
+    with gc_paused():
+        gc.collect()
+        young = Kind()
+        assert instances(Kind, generation=0) == [young]
+        gc.collect()
+        assert instances(Kind, generation=0) == []
+        assert instances(Kind) == [young]
+
+
+def test_other_threads_can_create_tuples_while_instances_are_listed() -> None:
+    ended, errors = threading.Event(), []
+
+    def create() -> None:
+        while not ended.is_set():
+            try:
+                tuple(each for each in range(200))
+            except SystemError as error:
+                errors.append(error)
+
+    many = [[each] for each in range(200_000)]
+    thread = threading.Thread(target=create)
+    thread.start()
+    try:
+        for _ in range(20):
+            instances(Kind)
+    finally:
+        ended.set()
+        thread.join()
+    assert many
+    assert errors == []

@@ -22,6 +22,7 @@ import pytest
 import torch
 from cloudpickle import cloudpickle
 
+from notebook_accelerate._collection import gc_paused
 from notebook_accelerate.errors import SerializationError
 from notebook_accelerate.telemetry import cells, pickling
 from notebook_accelerate.telemetry.pickling import dump, dump_bytes, load_bytes
@@ -338,31 +339,26 @@ def test_a_class_that_cannot_be_hashed_is_accepted(main: dict[str, Any]) -> None
     assert odd is not plain
 
 
-def test_all_classes_are_searched_only_if_the_collector_may_have_moved_new_ones(main: dict[str, Any]) -> None:
+@pytest.mark.parametrize("moves", [None, gc.collect, gc.freeze])
+def test_all_classes_are_searched_only_if_the_collector_has_moved_new_ones(
+    main: dict[str, Any], moves: Callable[[], object] | None
+) -> None:
     searched: list[str] = []
 
     def count(_: object, event: str, called: Any) -> None:
         if event == "c_call" and called.__name__ == "__subclasses__":
             searched.append(called.__name__)
 
-    def note() -> tuple[type, bool]:
-        kind = type("Kind", (), {"__module__": "__main__"})
-        if collects:
-            gc.collect()
-        searched.clear()
-        sys.setprofile(count)
+    with gc_paused():
         try:
+            cells.note_classes()
+            kind = type("Kind", (), {"__module__": "__main__"})
+            if moves is not None:
+                moves()
+            sys.setprofile(count)
             cells.note_classes()
         finally:
             sys.setprofile(None)
-        return kind, bool(searched)
-
-    gc.disable()
-    try:
-        cells.note_classes()
-        for collects in (False, True, False):
-            kind, searched_all = note()
-            assert kind in cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS
-            assert searched_all is collects
-    finally:
-        gc.enable()
+            gc.unfreeze()
+    assert kind in cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS
+    assert bool(searched) is (moves is not None)

@@ -25,6 +25,7 @@ import pytest
 import zmq
 
 from notebook_accelerate import LaunchConfig
+from notebook_accelerate._collection import instances
 from notebook_accelerate.errors import AuthenticationError, ChannelClosedError, LaunchError
 from notebook_accelerate.launch.hosts import joining
 from notebook_accelerate.launch.hosts.host_facts import own_hello
@@ -557,7 +558,7 @@ def _touch_zmq() -> tuple[list[str], int, int]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         gc.unfreeze()
-        inherited = [each for each in gc.get_objects() if isinstance(each, zmq.Context)]
+        inherited = instances(zmq.Context)
         for each in inherited:
             each.destroy(linger=0)
         count = len(inherited)
