@@ -62,8 +62,8 @@ _READ_BY_TORCH = (
     "TORCH_LOGS", "TORCH_SHOW_CPP_STACKTRACES", "TORCH_TRACE",
 )  # fmt: skip
 """The prefixes of the variables that the server's import of torch reads, in addition to `import_variables`."""
-_SET_LATER = frozenset({"OMP_NUM_THREADS"})
-"""Variables with one of these prefixes that also take effect in a rank after the import."""
+_SET_LATER = frozenset({"OMP_NUM_THREADS", "PYTORCH_NVML_BASED_CUDA_CHECK"})
+"""Variables with one of these prefixes that also take effect in a rank after the import. Lightning sets the second."""
 READY = b"\1"
 """The server's first message, sent once it has imported the modules that ranks need when they start."""
 START_SECONDS = 120.0

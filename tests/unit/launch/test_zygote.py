@@ -216,3 +216,16 @@ def test_launches_are_oversubscribed_by_ranks_with_several_threads(
 ) -> None:
     orders = [WorkerOrder(rank, {}, threads, InheritedState()) for rank in range(ranks)]
     assert is_crowded(orders) is expected
+
+
+@pytest.mark.parametrize(
+    ("name", "is_read"),
+    [
+        ("TORCH_LOGS", True),
+        ("OMP_WAIT_POLICY", True),
+        ("OMP_NUM_THREADS", False),
+        ("PYTORCH_NVML_BASED_CUDA_CHECK", False),
+    ],
+)
+def test_a_server_is_replaced_only_for_variables_that_its_imports_read(name: str, *, is_read: bool) -> None:
+    assert (name in zygote.server_variables({name: "1"})) is is_read
