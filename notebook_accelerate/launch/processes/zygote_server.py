@@ -12,6 +12,7 @@ import signal
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import NoReturn
 
 from notebook_accelerate._collection import gc_paused
 from notebook_accelerate.launch.processes.fork_costs import BriefSpins, collapse_memory
@@ -191,11 +192,12 @@ def preload(names: Sequence[str]) -> None:
         gc.freeze()
 
 
-def serve(descriptor: int) -> None:
-    """Run the server process.
+def serve(descriptor: int) -> NoReturn:
+    """Run the server process until the kernel closes the control socket, and exit.
 
     Args:
         descriptor: The server's end of the control socket.
     """
     preload(PRELOADED)
     _Server(socket.socket(fileno=descriptor)).run()
+    os._exit(0)  # Otherwise, the kernel would wait some tenths of a second while torch's objects are destroyed.
