@@ -80,7 +80,8 @@ def instances(*kinds: type, generation: int | None = None) -> list[Any]:
     """
     lists = map(gc.get_objects, [generation])  # noqa: TID251 - called when the next line asks for the first object
     objects = chain.from_iterable(lists)
-    return list(_matching(chain.from_iterable(map(repeat, objects, repeat(2))), kinds))
+    with gc_paused():  # Before Python 3.12, a collection may begin inside the call. It runs Python code.
+        return list(_matching(chain.from_iterable(map(repeat, objects, repeat(2))), kinds))
 
 
 def _matching(twice: Iterator[Any], kinds: tuple[type, ...]) -> Iterator[Any]:

@@ -50,7 +50,7 @@ def test_collections_are_off_until_the_last_of_several_threads_ends_its_block() 
 
 FORKED = """
 import gc, os
-from notebook_accelerate._collection import gc_paused, instances
+from notebook_accelerate._collection import gc_paused
 with gc_paused():
     child = os.fork()
     on = [gc.isenabled()]
@@ -118,6 +118,23 @@ def test_instances_are_listed_by_generation() -> None:
         gc.collect()
         assert instances(Kind, generation=0) == []
         assert instances(Kind) == [young]
+
+
+def test_no_collection_runs_while_instances_are_listed() -> None:
+    marker, before = Kind(), gc.get_threshold()
+    lists: list[int] = []
+
+    def find(*_: object) -> None:
+        lists.extend(len(each) for each in gc.get_referrers(marker) if type(each) is list)
+
+    gc.callbacks.append(find)
+    try:
+        gc.set_threshold(1)
+        instances(Proxy)
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(find)
+    assert lists == []
 
 
 def test_other_threads_can_create_tuples_while_instances_are_listed() -> None:
