@@ -22,8 +22,10 @@ import dis
 import enum
 import hashlib
 import inspect
+import os
 import re
 import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -121,6 +123,15 @@ def _all_classes() -> list[type]:
             found.append(kind)
             left += subclasses(kind)
     return found
+
+
+def _renew_lock() -> None:
+    """Replace cloudpickle's lock in a forked process. Another thread may have held it during the fork."""
+    cloudpickle._DYNAMIC_CLASS_TRACKER_LOCK = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
 
 
 def token_of(kind: type) -> str:

@@ -339,6 +339,24 @@ def test_a_class_that_cannot_be_hashed_is_accepted(main: dict[str, Any]) -> None
     assert odd is not plain
 
 
+_FORKED = """
+import os, signal
+from cloudpickle import cloudpickle
+from notebook_accelerate.telemetry import cells
+with cloudpickle._DYNAMIC_CLASS_TRACKER_LOCK:
+    child = os.fork()
+    if not child:
+        signal.alarm(10)  # The signal ends the process if it waits for the lock.
+        os._exit(len(cells.token_of(type("Kind", (), {}))))
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_process_forked_while_another_thread_notes_classes_has_tokens() -> None:
+    done = subprocess.run([sys.executable, "-c", _FORKED], capture_output=True, text=True, check=True)
+    assert done.stdout == "32\n"
+
+
 @pytest.mark.parametrize("moves", [None, gc.collect, gc.freeze])
 def test_all_classes_are_searched_only_if_the_collector_has_moved_new_ones(
     main: dict[str, Any], moves: Callable[[], object] | None
