@@ -85,9 +85,9 @@ def _disconnect_shell(shell: Any) -> None:
 
 _LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
-_of_notebook: list[str] = []
+_of_notebook: set[str] = set()
 """The names of the modules to hide, as far as `look_for_notebook` has seen them."""
-_of_lightning: list[str] = []
+_of_lightning: set[str] = set()
 """The names of Lightning's modules with a variable that says whether the session is interactive."""
 _last_seen: tuple[str, int] = "", 0
 """The last module that `look_for_notebook` has seen, and the number of modules at that time."""
@@ -101,19 +101,29 @@ def look_for_notebook() -> None:
     """
     global _last_seen  # noqa: PLW0603 - one list per process
     last, count = _last_seen
-    new = list(itertools.takewhile(last.__ne__, reversed(sys.modules)))
+    # Call `reversed` only inside `list`, because another thread may import a module between the two calls.
+    backwards = itertools.chain.from_iterable(map(reversed, [sys.modules]))
+    new = list(itertools.takewhile(last.__ne__, backwards))
     if count + len(new) != len(sys.modules):  # Modules were removed, so the last one may have moved.
-        new, count = list(reversed(sys.modules)), 0
-        _of_notebook.clear()
-        _of_lightning.clear()
-    if new:
+        new, count = list(sys.modules)[::-1], 0
+    _of_notebook.update(name for name in new if f"{name}.".startswith(_NOTEBOOK_PACKAGES))
+    of_lightning = [name for name in new if name.partition(".")[0] in _LIGHTNING]
+    # If another thread is still importing Lightning, look at the same modules again next time. The same applies to the
+    # last module, because the end of its import will move it.
+    is_complete = not any(map(_is_being_imported, [*new[:1], *of_lightning]))
+    _of_lightning.update(filter(_has_conclusion, of_lightning))
+    if new and is_complete:
         _last_seen = new[0], count + len(new)
-    for name in new:
-        if f"{name}.".startswith(_NOTEBOOK_PACKAGES):
-            _of_notebook.append(name)
-        of_lightning = name.partition(".")[0] in _LIGHTNING
-        if of_lightning and "_IS_INTERACTIVE" in getattr(sys.modules.get(name), "__dict__", ()):
-            _of_lightning.append(name)
+
+
+def _has_conclusion(name: str) -> bool:
+    return "_IS_INTERACTIVE" in getattr(sys.modules.get(name), "__dict__", ())
+
+
+def _is_being_imported(name: str) -> bool:
+    with contextlib.suppress(AttributeError):  # Call the method of `object`, because getattr would load a lazy module.
+        return bool(object.__getattribute__(sys.modules.get(name), "__spec__")._initializing)
+    return False
 
 
 def _hide_modules() -> None:
