@@ -35,6 +35,7 @@ def import_for_forks(names: Iterable[str]) -> None:
     libc = ctypes.CDLL(None)
     if hasattr(libc, "on_exit"):  # Only glibc has this function.
         libc.on_exit(libc._exit, None)  # This ends the process, with its exit code, before libraries are unloaded.
+        libc.__cxa_atexit(libc.fflush, None, None)  # This runs before `_exit`, which discards C code's buffers.
 
 
 def _keep() -> None:

@@ -9,7 +9,7 @@ import sys
 from tests.support.interpreters import InterpreterServer
 
 _EXIT = """
-import atexit, sys, threading, time, weakref
+import atexit, ctypes, sys, threading, time, weakref
 
 class Last:
     def __del__(self):
@@ -24,6 +24,9 @@ weakref.finalize(temporary, print, "a finalizer ran")
 atexit.register(print, "a handler ran")
 threading.Thread(target=late).start()
 sys.stdout.write("text without an end of line; ")
+libc = ctypes.CDLL(None)
+libc.fdopen.restype = ctypes.c_void_p
+libc.fputs(b"output of C code", ctypes.c_void_p(libc.fdopen(1, b"w")))
 sys.exit(3)
 """
 
@@ -33,3 +36,4 @@ def test_a_forked_interpreter_runs_all_that_an_exit_runs(interpreters: Interpret
     own = subprocess.run([sys.executable, "-c", _EXIT], capture_output=True, text=True, check=False)
     assert (forked.returncode, forked.stdout, forked.stderr) == (3, own.stdout, own.stderr)
     assert own.stdout.count("an object was destroyed") == 2
+    assert own.stdout.endswith("output of C code")
