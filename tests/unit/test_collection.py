@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from contextlib import suppress
+from typing import Any
 
 from notebook_accelerate._collection import gc_paused, instances
 
@@ -99,7 +100,7 @@ class Proxy:
     """An object whose ``__class__`` cannot be read, like a weakref proxy whose object is gone."""
 
     @property
-    def __class__(self) -> type:
+    def __class__(self) -> Any:
         raise ReferenceError
 
 
