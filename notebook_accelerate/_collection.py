@@ -70,17 +70,17 @@ def instances(*kinds: type, generation: int | None = None) -> list[Any]:
     """Return the objects of any of these classes, and of their subclasses, that the garbage collector tracks.
 
     Do not loop over ``gc.get_objects()`` where other threads run. Its list may contain a tuple that another thread is
-    creating. Then ``tuple(...)`` raises SystemError in that thread, because a tuple with a second reference cannot be
-    resized (bpo-15108). Here, the list exists only during one call into C, in which no other thread runs. This function
-    never reads ``__class__``, which may raise an error for a proxy or import a lazy module.
+    creating. If so, ``tuple(...)`` raises SystemError in that thread, because a tuple with a second reference cannot be
+    resized (bpo-15108). Here, the list exists only during a single call into C, while no other thread runs. This
+    function never reads ``__class__``, which could raise an error if the object is a proxy, or import a lazy module.
 
     Args:
         kinds: The classes. Their metaclasses must not define ``__subclasscheck__``.
         generation: Return only objects of this generation of the collector. Frozen objects belong to none.
     """
-    lists = map(gc.get_objects, [generation])  # noqa: TID251 - called when the next line asks for the first object
+    lists = map(gc.get_objects, [generation])  # noqa: TID251 - called only when `list` asks for the first object
     objects = chain.from_iterable(lists)
-    with gc_paused():  # Before Python 3.12, a collection may begin inside the call. It runs Python code.
+    with gc_paused():  # Before Python 3.12, a collection could start inside the call and run Python code.
         return list(_matching(chain.from_iterable(map(repeat, objects, repeat(2))), kinds))
 
 

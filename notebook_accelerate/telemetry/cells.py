@@ -81,7 +81,7 @@ _namespace = type.__dict__["__dict__"].__get__  # Unlike vars(), this does not c
 
 
 class _Mark:
-    """While such an object is young, no object created after it has become old."""
+    """As long as such an object is in a young generation, so are all objects that were created after it."""
 
 
 _last_noted: _Mark | None = None
@@ -93,10 +93,10 @@ def note_classes() -> None:
     """Give each class of a cell a token. A process must call this before it forks others that pickle their instances.
 
     Classes created inside the cells' functions are found too, because every class is a subclass of ``object``. However,
-    looking at all classes takes 30 ms in a kernel that has imported 4,000 modules, and longer after a fork.
+    a search of all classes takes 30 ms in a kernel that has imported 4,000 modules, and longer after a fork.
 
-    The garbage collector never moves only some objects of a generation to an older one, nor does ``gc.freeze``. Thus,
-    if the mark of the last call is still in one of the young generations, so are all classes created after it.
+    Neither the garbage collector nor ``gc.freeze`` moves only some of a generation's objects to an older one. Thus, if
+    the mark of the last call is still in a young generation, so are all classes created after it.
     """
     global _last_noted  # noqa: PLW0603 - one process has one collector
     mark = _Mark()
@@ -106,7 +106,7 @@ def note_classes() -> None:
         if _namespace(kind).get("__module__") in _MODULES:
             with suppress(Exception):  # The user's metaclass may raise any error.
                 token_of(kind)
-    _last_noted = mark  # Only now, because another thread may begin to note classes in the meantime.
+    _last_noted = mark  # Set this last, so that a concurrent call does not rely on an unfinished one.
 
 
 def _all_classes() -> list[type]:

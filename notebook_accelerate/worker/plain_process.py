@@ -86,7 +86,7 @@ def _disconnect_shell(shell: Any) -> None:
 _LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 _of_notebook: set[str] = set()
-"""The names of the modules to hide, as far as `look_for_notebook` has seen them."""
+"""The names of the modules to hide that `look_for_notebook` has found so far."""
 _of_lightning: set[str] = set()
 """The names of Lightning's modules with a variable that says whether the session is interactive."""
 _last_seen: tuple[str, int] = "", 0
@@ -96,10 +96,10 @@ _last_seen: tuple[str, int] = "", 0
 def look_for_notebook() -> None:
     """List the modules to hide or to correct, before ranks are forked. In a rank, reading all names would copy pages.
 
-    Only modules that were imported after the last call are read, because reading a name writes to its memory, which
-    is slow after a fork.
+    Only the names of modules imported since the last call are read, because reading a name writes its reference count,
+    which is slow after a fork.
     """
-    global _last_seen  # noqa: PLW0603 - one list per process
+    global _last_seen  # noqa: PLW0603 - one process has one list of modules
     last, count = _last_seen
     # Call `reversed` only inside `list`, because another thread may import a module between the two calls.
     backwards = itertools.chain.from_iterable(map(reversed, [sys.modules]))
@@ -108,8 +108,8 @@ def look_for_notebook() -> None:
         new, count = list(sys.modules)[::-1], 0
     _of_notebook.update(name for name in new if f"{name}.".startswith(_NOTEBOOK_PACKAGES))
     of_lightning = [name for name in new if name.partition(".")[0] in _LIGHTNING]
-    # If another thread is still importing Lightning, look at the same modules again next time. The same applies to the
-    # last module, because the end of its import will move it.
+    # Read the same names again next time if another thread is still importing Lightning or the last module, which moves
+    # when its import ends.
     is_complete = not any(map(_is_being_imported, [*new[:1], *of_lightning]))
     _of_lightning.update(filter(_has_conclusion, of_lightning))
     if new and is_complete:

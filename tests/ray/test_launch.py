@@ -42,7 +42,7 @@ def actor() -> int:
 def train(big: torch.Tensor, gate: Path) -> dict[str, Any]:
     """Print and log; once `gate` exists, reduce over all ranks, and return facts about this rank.
 
-    The first rank of each node changes the tensor, after all ranks have read it.
+    The first rank of each node changes the tensor after all ranks have read it.
     """
     from notebook_accelerate import Accelerator
 

@@ -1,7 +1,7 @@
 """Import modules into a server, for the processes that it forks.
 
 At its exit, a process that has imported torch takes 0.4 s of CPU time to destroy torch's objects. A forked process
-needs most of this time to copy memory pages that it shares with the server, so it keeps these objects instead.
+would spend most of this time copying memory pages that it shares with the server, so it keeps these objects instead.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _kept: list[str] = []
 
 
 def import_for_forks(names: Iterable[str]) -> None:
-    """Import modules and exclude their objects from garbage collections.
+    """Import modules and exclude their objects from garbage collection.
 
-    A process forked later exits as usual, with its threads, exit handlers, buffers and own modules, but without
-    destroying installed modules, or the objects of C++ libraries.
+    A process forked later exits as usual: it waits for its threads, calls exit handlers, writes buffers and destroys
+    its own modules. However, it does not destroy installed modules or the objects of C++ libraries.
     """
     gc.disable()  # During the imports, garbage collection would take a third of the time and find nothing.
     atexit.register(_keep)  # This is registered before all handlers of the modules, so it runs after them.

@@ -46,7 +46,7 @@ Tests of what is imported, or of when, start a kernel with ``forked=False``.
 """
 DETACHED = "notebook_accelerate.launch.detached_process"
 SPARES = "TEST_SPARES"
-"""The variable with the number of a kernel's spare processes, by default one."""
+"""The environment variable that sets the number of a kernel's spare processes. The default is one."""
 READ_AT_START = ("PYTHON", "OMP_", "MKL_", "KMP_", "OPENBLAS_", "LD_", "MALLOC_", "TORCH", "CUDA", "XLA", "PJRT")
 """Prefixes of variables that the interpreter or torch reads at its start. A forked process would ignore changes."""
 _LONGEST = 1 << 17

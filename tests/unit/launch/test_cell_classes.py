@@ -352,7 +352,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-def test_a_process_forked_while_another_thread_notes_classes_has_tokens() -> None:
+def test_a_process_forked_while_the_lock_is_held_can_create_tokens() -> None:
     done = subprocess.run([sys.executable, "-c", _FORKED], capture_output=True, text=True, check=True)
     assert done.stdout == "32\n"
 

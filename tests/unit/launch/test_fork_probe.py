@@ -173,7 +173,7 @@ def test_a_probe_is_not_repeated_while_the_kernel_is_unchanged(tmp_path: Path) -
         ("/env/site-packages/numba/_dispatcher.cpython-311-x86_64-linux-gnu.so (deleted)", True),
     ],
 )
-def test_a_library_changes_what_was_probed_unless_it_was_compiled_from_python(path: str, *, changes: bool) -> None:
+def test_a_new_library_requires_a_probe_unless_it_was_compiled_from_python(path: str, *, changes: bool) -> None:
     line = f"7f00-7f01 r-xp 00000000 00:00 1    {path}\n"
     assert (fork_probe._libraries_and_threads(line) != fork_probe._libraries_and_threads("")) is changes
 

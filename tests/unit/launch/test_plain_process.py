@@ -18,7 +18,7 @@ NAMES = "ipykernel.imported_later", "lightning_fabric.imported_later", "lightnin
 
 
 @pytest.mark.parametrize("moves_last", [False, True])
-def test_modules_imported_after_the_first_look_are_listed(monkeypatch: pytest.MonkeyPatch, *, moves_last: bool) -> None:
+def test_modules_imported_after_the_first_call_are_listed(monkeypatch: pytest.MonkeyPatch, *, moves_last: bool) -> None:
     first = types.ModuleType("imported_first")
     monkeypatch.setitem(sys.modules, first.__name__, first)
     plain_process.look_for_notebook()
@@ -26,7 +26,7 @@ def test_modules_imported_after_the_first_look_are_listed(monkeypatch: pytest.Mo
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     interactive = vars(sys.modules[NAMES[1]])
     interactive["_IS_INTERACTIVE"] = True
-    if moves_last:  # The last module of the first look is removed and imported again.
+    if moves_last:  # The last module of the first call is removed and imported again.
         del sys.modules[first.__name__]
         sys.modules[first.__name__] = first
     for _ in range(2):
@@ -38,7 +38,7 @@ def test_modules_imported_after_the_first_look_are_listed(monkeypatch: pytest.Mo
     assert interactive["_IS_INTERACTIVE"] is False
 
 
-def test_a_module_is_read_again_after_its_import(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_module_is_read_again_once_its_import_has_finished(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     look = "from notebook_accelerate.worker import plain_process\nplain_process.look_for_notebook()"
     (tmp_path / "lightning_fabric.py").write_text(f"{look}\n_IS_INTERACTIVE = True")
     monkeypatch.syspath_prepend(tmp_path)
@@ -50,7 +50,7 @@ def test_a_module_is_read_again_after_its_import(monkeypatch: pytest.MonkeyPatch
     assert module._IS_INTERACTIVE is False
 
 
-def test_modules_can_be_imported_during_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_threads_can_import_modules_during_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers, tracer = itertools.count(), sys.gettrace()
 
     def import_one(frame: FrameType, *_: object) -> Any:

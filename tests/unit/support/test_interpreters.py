@@ -1,4 +1,4 @@
-"""An interpreter that is forked from a server exits like one that has been started."""
+"""An interpreter forked from a server exits like a newly started one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ sys.exit(3)
 """
 
 
-def test_a_forked_interpreter_runs_all_that_an_exit_runs(interpreters: InterpreterServer) -> None:
+def test_a_forked_interpreter_exits_like_a_new_one(interpreters: InterpreterServer) -> None:
     forked = interpreters.run("-c", _EXIT, env=os.environ)
     own = subprocess.run([sys.executable, "-c", _EXIT], capture_output=True, text=True, check=False)
     assert (forked.returncode, forked.stdout, forked.stderr) == (3, own.stdout, own.stderr)
