@@ -85,8 +85,8 @@ class _Mark:
 
 
 _last_noted: _Mark | None = None
-_YOUNG = (0,) if sys.version_info >= (3, 14) else (0, 1)
-"""The young generations of the garbage collector. Python 3.14 has one; the others are parts of the old generation."""
+_YOUNG = (0, 1) if sys.version_info < (3, 14) else ()
+"""The young generations of the garbage collector. Python 3.14 moves objects between generations one by one."""
 
 
 def note_classes() -> None:
@@ -95,8 +95,8 @@ def note_classes() -> None:
     Classes created inside the cells' functions are found too, because every class is a subclass of ``object``. However,
     a search of all classes takes 30 ms in a kernel that has imported 4,000 modules, and longer after a fork.
 
-    Neither the garbage collector nor ``gc.freeze`` moves only some of a generation's objects to an older one. Thus, if
-    the mark of the last call is still in a young generation, so are all classes created after it.
+    Before Python 3.14, neither the garbage collector nor ``gc.freeze`` moves only some of a generation's objects to an
+    older one. Thus, if the mark of the last call is still in a young generation, so are all classes created after it.
     """
     global _last_noted  # noqa: PLW0603 - one process has one collector
     mark = _Mark()

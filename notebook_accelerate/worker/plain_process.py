@@ -11,7 +11,6 @@ from __future__ import annotations
 import builtins
 import contextlib
 import functools
-import itertools
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -85,51 +84,28 @@ def _disconnect_shell(shell: Any) -> None:
 
 _LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
-_of_notebook: set[str] = set()
-"""The names of the modules to hide that `look_for_notebook` has found so far."""
-_of_lightning: set[str] = set()
+_of_notebook: list[str] | None = None
+"""The names of the modules to hide, or None before `look_for_notebook` has run."""
+_of_lightning: list[str] = []
 """The names of Lightning's modules with a variable that says whether the session is interactive."""
-_last_seen: tuple[str, int] = "", 0
-"""The last module that `look_for_notebook` has seen, and the number of modules at that time."""
 
 
 def look_for_notebook() -> None:
-    """List the modules to hide or to correct, before ranks are forked. In a rank, reading all names would copy pages.
-
-    Only the names of modules imported since the last call are read, because reading a name writes its reference count,
-    which is slow after a fork.
-    """
-    global _last_seen  # noqa: PLW0603 - one process has one list of modules
-    last, count = _last_seen
-    # Call `reversed` only inside `list`, because another thread may import a module between the two calls.
-    backwards = itertools.chain.from_iterable(map(reversed, [sys.modules]))
-    new = list(itertools.takewhile(last.__ne__, backwards))
-    if count + len(new) != len(sys.modules):  # Modules were removed, so the last one may have moved.
-        new, count = list(sys.modules)[::-1], 0
-    _of_notebook.update(name for name in new if f"{name}.".startswith(_NOTEBOOK_PACKAGES))
-    of_lightning = [name for name in new if name.partition(".")[0] in _LIGHTNING]
-    # Read the same names again next time if another thread is still importing Lightning or the last module, which moves
-    # when its import ends.
-    is_complete = not any(map(_is_being_imported, [*new[:1], *of_lightning]))
-    _of_lightning.update(filter(_has_conclusion, of_lightning))
-    if new and is_complete:
-        _last_seen = new[0], count + len(new)
+    """List the modules to hide or correct, before ranks are forked. In a rank, reading all names would copy pages."""
+    global _of_notebook, _of_lightning  # noqa: PLW0603 - one process has one list of modules
+    names = list(sys.modules)
+    _of_notebook = [name for name in names if f"{name}.".startswith(_NOTEBOOK_PACKAGES)]
+    _of_lightning = [name for name in names if name.startswith(_LIGHTNING) and _has_conclusion(name)]
 
 
 def _has_conclusion(name: str) -> bool:
     return "_IS_INTERACTIVE" in getattr(sys.modules.get(name), "__dict__", ())
 
 
-def _is_being_imported(name: str) -> bool:
-    with contextlib.suppress(AttributeError):  # Call the method of `object`, because getattr would load a lazy module.
-        return bool(object.__getattribute__(sys.modules.get(name), "__spec__")._initializing)
-    return False
-
-
 def _hide_modules() -> None:
-    if not _last_seen[1]:
+    if _of_notebook is None:
         look_for_notebook()
-    for name in _of_notebook:
+    for name in _of_notebook or ():
         if name in sys.modules:
             _hidden[name] = sys.modules.pop(name)
 
