@@ -31,7 +31,9 @@ _OF_OTHERS = {
     "integrations.reporting": {"_LoggerConnector", "_tasks"},
     "telemetry.tracebacks": {"_filename_map"},
     # These identify the classes that cloudpickle has pickled.
-    "telemetry.cells": {"_DYNAMIC_CLASS_TRACKER_BY_ID", "_get_or_create_tracker_id"},
+    "telemetry.cells": {
+        "_DYNAMIC_CLASS_TRACKER_BY_ID", "_DYNAMIC_CLASS_TRACKER_LOCK", "_get_or_create_tracker_id",
+    },
     "utils.imports": {"_get_device_type"},
     "worker.plain_process": {"_IS_INTERACTIVE", "_console", "_default_context"},
     # torch_xla.
