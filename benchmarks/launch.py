@@ -369,8 +369,15 @@ def waiting():
 
 @row("launch", "memory")
 def memory() -> Iterator[Figure]:
-    """Measure the PSS of the kernel and its ranks while the ranks wait inside their function."""
-    with Launcher(HERE) as here, Launcher(PEER) as peer, Launcher(HERE) as server:
+    """Measure the PSS of the kernel and its ranks while the ranks wait inside their function.
+
+    The kernels are not forked, because otherwise they would share memory with the process that they are forked from.
+    """
+    with (
+        Launcher(HERE, forked=False) as here,
+        Launcher(PEER, forked=False) as peer,
+        Launcher(HERE, forked=False) as server,
+    ):
         for launcher in (here, peer, server):
             launcher.kernel.check(WAITING)
         server.time("stamp", 2, "start_method='zygote'")
@@ -389,7 +396,7 @@ def memory() -> Iterator[Figure]:
 @row("launch", "memory of a model")
 def memory_of_a_model() -> Iterator[Figure]:
     """Measure the PSS of the kernel and its ranks, which inherit the kernel's 1 GB model but do not change it."""
-    with Launcher(HERE) as here, Launcher(PEER) as peer:
+    with Launcher(HERE, forked=False) as here, Launcher(PEER, forked=False) as peer:
         for launcher in (here, peer):
             launcher.kernel.check(WAITING + "model = [torch.ones(1 << 22) for _ in range(64)]")
         for ranks in (2, 16):
