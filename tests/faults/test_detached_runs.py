@@ -65,9 +65,8 @@ def _launch(kernel: Kernel, name: str, arguments: str, more: str = "") -> Path:
 
 def test_a_detached_run_outlives_its_kernel(state: Path, tmp_path: Path) -> None:
     project = str(tmp_path / "project")
-    with Kernel(
-        cwd=tmp_path, detached=1
-    ) as kernel:  # Leaving the block deletes the kernel's folder while the ranks run.
+    # Leaving the block deletes the kernel's folder while the ranks run.
+    with Kernel(cwd=tmp_path, detached=1) as kernel:
         folder = _launch(kernel, "train-3", f"({project!r}, 0.3, 100)")
         launched_in = kernel.cwd
         followed = attach("train-3")

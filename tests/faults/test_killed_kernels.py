@@ -71,9 +71,8 @@ def _kill_at(scene: str, seed: int, tmp_path: Path) -> None:
     print(f"scene {scene}, seed {seed}")
     fails_at, stops_at = (25 if scene == "failure" else -1), (10 if scene == "breakpoint" else -1)
     arguments = (str(tmp_path / "project"), 0.02, _STEPS, fails_at, stops_at)
-    with Kernel(
-        cwd=tmp_path, detached=1
-    ) as kernel:  # Leaving the block deletes the kernel's folder while the ranks run.
+    # Leaving the block deletes the kernel's folder while the ranks run.
+    with Kernel(cwd=tmp_path, detached=1) as kernel:
         kernel.check(_FUNCTION)
         kernel.submit(_LAUNCH.format(arguments, ""))
         until(run_directory.entries)

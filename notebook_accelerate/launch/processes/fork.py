@@ -48,7 +48,7 @@ class ForkBackend(ProcessBackend):
     _instead: ProcessBackend | None = None
     """The backend that starts the ranks if the kernel turns out to be unsafe to fork, or None."""
     _planned = 0
-    """The value of ``fork_probe.plans`` when the ranks were started, or 0 if none were."""
+    """The value of ``fork_probe.plans`` when the ranks were started, or 0 before that."""
 
     def configure(self, config: LaunchConfig, note: Callable[[str], None], stopping: Callable[[], bool]) -> None:
         self._settings = config, note, stopping
