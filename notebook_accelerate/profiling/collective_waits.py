@@ -39,7 +39,7 @@ class CollectiveWait:
         culprit: The last rank.
         seconds: By waiting rank, its waiting time per step, minus the time of operations that it runs while it waits.
         line: The line that the last rank executes during that time, or None if it is unknown.
-        steady: The share of the steps in which this rank is the last.
+        usual: The lower quartile, over the steps, of the longest of these waiting times in each step.
         computing: The share of the waiting time during which the last rank runs operations.
     """
 
@@ -47,7 +47,7 @@ class CollectiveWait:
     culprit: int
     seconds: Mapping[int, float]
     line: Line | None
-    steady: float
+    usual: float
     computing: float = 0.0
 
 
@@ -80,14 +80,17 @@ def _wait(
 ) -> CollectiveWait:  # fmt: skip
     count = max(1, len(traces[culprit].steps()))
     seconds: dict[int, float] = {}
+    longest = [0.0] * (count - len(steps))
     known: dict[Line, float] = {}
     busy = whole = 0.0
     for _, joined in steps.values():
         entered = joined.calls[culprit].start
+        longest.append(0.0)
         for rank, waited in joined.waits().items():
             begin, end = joined.calls[rank].start - clocks[rank], entered - clocks[rank]
-            idle = waited - operations[rank].seconds(begin, end)
-            seconds[rank] = seconds.get(rank, 0.0) + max(0.0, idle) / count
+            idle = max(0.0, waited - operations[rank].seconds(begin, end))
+            longest[-1] = max(longest[-1], idle)
+            seconds[rank] = seconds.get(rank, 0.0) + idle / count
         first = min(call.start for call in joined.calls.values())
         begin, end = first - clocks[culprit], entered - clocks[culprit]
         busy, whole = busy + operations[culprit].seconds(begin, end), whole + end - begin
@@ -96,7 +99,8 @@ def _wait(
                 known[line] = known.get(line, 0.0) + b - a
     label = max((joined for _, joined in steps.values()), key=lambda each: round(max(each.waits().values()), 5)).label()
     line = max(known, key=lambda each: known[each], default=None)
-    return CollectiveWait(label, culprit, seconds, line, len(steps) / count, busy / max(1e-9, whole))
+    usual = sorted(longest)[count // 4]
+    return CollectiveWait(label, culprit, seconds, line, usual, busy / max(1e-9, whole))
 
 
 class _Operations:

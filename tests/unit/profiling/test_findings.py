@@ -172,7 +172,7 @@ def test_a_rule_is_silent_when_unsure(name: str) -> None:
 
 
 def test_waiting_ranks_are_reported_if_nothing_else_explains_the_wait() -> None:
-    wait = CollectiveWait("all_reduce #7 (64 MB)", 0, {1: 0.018, 2: 0.017}, LINE, steady=1.0)
+    wait = CollectiveWait("all_reduce #7 (64 MB)", 0, {1: 0.018, 2: 0.017}, LINE, usual=0.016)
     assert sentences({}, {}, {}, waits=(wait,)) == [
         (
             "all other ranks wait 18 ms per step for rank 0 in all_reduce #7 (64 MB), which is at Cell In[3], line 7: "
@@ -181,8 +181,7 @@ def test_waiting_ranks_are_reported_if_nothing_else_explains_the_wait() -> None:
     ]
     assert len(sentences({"loader": 0.02}, {}, {}, waits=(wait,))) == 1  # The loader causes the wait.
     for unsure in (
-        replace(wait, steady=0.5),
-        replace(wait, seconds={1: 0.001}),
+        replace(wait, usual=0.009),  # A step takes 50 ms.
         replace(wait, line=None),
         replace(wait, culprit=9),
     ):
@@ -204,7 +203,7 @@ def test_time_outside_of_torch_is_reported_if_nothing_else_explains_it() -> None
     assert sentences({**pausing, **DEVICE}) == [], "the device computes meanwhile"
     (logging,) = sentences({**pausing, "logging": 0.015, "logging_line": LINE})
     assert "printing and logging" in logging
-    wait = CollectiveWait("all_reduce #7 (64 MB)", 1, {0: 0.018}, line, steady=1.0)
+    wait = CollectiveWait("all_reduce #7 (64 MB)", 1, {0: 0.018}, line, usual=0.018)
     (slowest,) = sentences({}, pausing, waits=(wait,))
     assert "wait" in slowest
 
@@ -227,7 +226,7 @@ def test_a_stack_is_outside_of_torch_below_the_users_line(below: list[str], outs
 
 
 def test_a_barrier_costs_what_the_last_rank_spends_in_it_and_does_not_explain_a_wait() -> None:
-    wait = CollectiveWait("all_reduce #7 (64 MB)", 0, {1: 0.018}, LINE, steady=1.0)
+    wait = CollectiveWait("all_reduce #7 (64 MB)", 0, {1: 0.018}, LINE, usual=0.018)
     changes = {"barriers": 1, "barrier_seconds": 0.0008}, {"barriers": 1, "barrier_seconds": 0.019}
     waiting, barrier = sentences(*changes, waits=(wait,))
     assert waiting.startswith("rank 1 waits 18 ms per step for rank 0")

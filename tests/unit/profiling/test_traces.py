@@ -33,16 +33,19 @@ def event(name: str, start: float, duration: float, thread: int = MAIN, **argume
     }  # fmt: skip
 
 
-def rank_events(late: float) -> list[dict[str, Any]]:
-    """Return a rank's events: two steps of 10 ms, each with a matrix product and an all_reduce of 4 MB."""
+def rank_events(late: float, later: float | None = None) -> list[dict[str, Any]]:
+    """Return a rank's events: two steps of 10 ms, each with a matrix product and an all_reduce of 4 MB.
+
+    The first all_reduce starts ``late`` microseconds late, the second one ``later`` (default: as late as the first).
+    """
     sums = {"Input Dims": [[1_000_000]], "Input type": ["float"]}
     found = []
-    for begin in (0.0, 10_000.0):
+    for begin, shift in ((0.0, late), (10_000.0, late if later is None else later)):
         found += [
             event(f"ProfilerStep#{int(begin > 0)}", begin, 10_000.0),
             event("aten::linear", begin + 100, 3000, **{"Input Dims": [[64, 8], [8, 8]]}),
             event("aten::addmm", begin + 200, 2000, **{"Input type": ["float"]}),
-            event("gloo:all_reduce", begin + 4000 + late, 9000 - 4000 - late, GLOO, **sums),
+            event("gloo:all_reduce", begin + 4000 + shift, 9000 - 4000 - shift, GLOO, **sums),
         ]
     return found
 
@@ -61,8 +64,9 @@ def facts(rank: int, late: float) -> dict[str, Any]:
     }
 
 
-def trace(rank: int, late: float = 0.0) -> RankTrace:
-    return parse({TRACE_KEY: facts(rank, late), "distributedInfo": {"rank": rank, "pg_count": 1}}, rank_events(late))
+def trace(rank: int, late: float = 0.0, later: float | None = None) -> RankTrace:
+    head = {TRACE_KEY: facts(rank, late), "distributedInfo": {"rank": rank, "pg_count": 1}}
+    return parse(head, rank_events(late, later))
 
 
 def test_a_trace_has_columns_steps_and_own_times() -> None:
@@ -170,6 +174,13 @@ def test_collectives_are_joined_and_the_last_rank_is_named() -> None:
         "rank 0 waits 3 ms per step for rank 1 in all_reduce #1 (4.00 MB), which is at Cell In[1], line 9: "
         "time.sleep(1)"
     )
+
+
+def test_a_rank_that_is_much_later_in_only_one_step_is_not_reported() -> None:
+    """The waits are 2.1 ms per step on average, a fifth of a step, but 0.2 ms in one of the two steps."""
+    merged = Analysis([trace(1, 4000.0, later=200.0), trace(0)], {}, str)
+    assert [joined.last for joined in merged.joined] == [1, 1]
+    assert "slowest_rank" not in {finding.rule for finding in merged.findings}
 
 
 def test_clocks_of_hosts_are_aligned() -> None:
