@@ -69,13 +69,15 @@ def gc_paused() -> Iterator[None]:
 def instances(*kinds: type, generation: int | None = None) -> list[Any]:
     """Return the objects of any of these classes, and of their subclasses, that the garbage collector tracks.
 
-    Do not loop over ``gc.get_objects()`` where other threads run. Its list may contain a tuple that another thread is
-    creating. If so, ``tuple(...)`` raises SystemError in that thread, because a tuple with a second reference cannot be
-    resized (bpo-15108). Here, the list exists only during a single call into C, while no other thread runs. This
-    function never reads ``__class__``, which could raise an error if the object is a proxy, or import a lazy module.
+    Do not loop over ``gc.get_objects()`` while other threads may run. Its list may contain a tuple that another thread
+    is still filling. If so, ``tuple(...)`` raises SystemError in that thread, because a tuple with a second reference
+    cannot be resized (bpo-15108). Here, the list exists only during a single call of a C function, in which the
+    interpreter does not switch threads. This function never reads ``__class__``, which could raise an error if the
+    object is a proxy, or import a lazy module.
 
     Args:
-        kinds: The classes. Their metaclasses must not define ``__subclasscheck__``.
+        kinds: The classes. Their metaclasses must not define ``__subclasscheck__``, which would run Python code while
+            the list exists.
         generation: Return only objects of this generation of the collector. Frozen objects belong to none.
     """
     lists = map(gc.get_objects, [generation])  # noqa: TID251 - called only when `list` asks for the first object
@@ -85,5 +87,8 @@ def instances(*kinds: type, generation: int | None = None) -> list[Any]:
 
 
 def _matching(twice: Iterator[Any], kinds: tuple[type, ...]) -> Iterator[Any]:
-    """Return the objects that are instances of the classes, from an iterator that yields each object twice."""
+    """Yield the objects that are instances of the classes.
+
+    Each object arrives twice: ``compress`` takes the first as the result, then ``type`` takes the second for the check.
+    """
     return compress(twice, map(issubclass, map(type, twice), repeat(kinds)))

@@ -181,8 +181,10 @@ def slowest_rank(ranks: Sequence[RankFacts], facts: ProfileFacts, others: Sequen
         known = {each.rank: each for each in ranks}
         culprit = known.get(wait.culprit)
         longest = max(wait.seconds.values(), default=0.0)
-        if culprit is None or wait.usual < LEAST_WAIT * culprit.step or wait.usual < 2 * LEAST_SECONDS:
-            continue  # One slow step proves nothing: of two ranks, one is always last in at least two of three steps.
+        # A single slow step proves nothing, even for a rank that is often last: of two ranks, one is last in at least
+        # two of any three steps.
+        if culprit is None or min(wait.usual, longest) < max(LEAST_WAIT * culprit.step, 2 * LEAST_SECONDS):
+            continue
         if any(wait.culprit in each.ranks and each.seconds >= 0.5 * longest for each in causes):
             continue
         if culprit.delay * culprit.step > 0.5 * longest or (wait.line is None and wait.computing < 0.5):

@@ -39,7 +39,7 @@ class CollectiveWait:
         culprit: The last rank.
         seconds: By waiting rank, its waiting time per step, minus the time of operations that it runs while it waits.
         line: The line that the last rank executes during that time, or None if it is unknown.
-        usual: The lower quartile, over the steps, of the longest of these waiting times in each step.
+        usual: The lower quartile of the steps' longest waits. In three of four steps, a rank waits at least this long.
         computing: The share of the waiting time during which the last rank runs operations.
     """
 

@@ -20,6 +20,7 @@ import builtins
 import copyreg
 import dis
 import enum
+import gc
 import hashlib
 import inspect
 import os
@@ -81,35 +82,49 @@ _namespace = type.__dict__["__dict__"].__get__  # Unlike vars(), this does not c
 
 
 class _Mark:
-    """As long as such an object is in a young generation, so are all objects that were created after it."""
+    """Marks the time of a search. While a mark is in a young generation, so are all objects created after it."""
 
 
 _last_noted: _Mark | None = None
 _YOUNG = (0, 1) if sys.version_info < (3, 14) else ()
-"""The young generations of the garbage collector. Python 3.14 moves objects between generations one by one."""
+"""The garbage collector's young generations, or () on Python 3.14, which moves their objects one by one."""
+_MANY = 100_000
+"""Listing this many young objects takes about as long as a search of all classes."""
 
 
 def note_classes() -> None:
     """Give each class of a cell a token. A process must call this before it forks others that pickle their instances.
 
-    Classes created inside the cells' functions are found too, because every class is a subclass of ``object``. However,
-    a search of all classes takes 30 ms in a kernel that has imported 4,000 modules, and longer after a fork.
-
-    Before Python 3.14, neither the garbage collector nor ``gc.freeze`` moves only some of a generation's objects to an
-    older one. Thus, if the mark of the last call is still in a young generation, so are all classes created after it.
+    Classes created inside the cells' functions are found too. Searching all classes takes 30 ms in a kernel that has
+    imported 4,000 modules, and longer after a fork, so only the classes created since the last call are searched if
+    possible.
     """
     global _last_noted  # noqa: PLW0603 - one process has one collector
     mark = _Mark()
-    young = [each for generation in _YOUNG for each in instances(type, _Mark, generation=generation)]
-    is_complete = any(each is _last_noted for each in young)
-    for kind in filter(is_class, young) if is_complete else _all_classes():
+    for kind in _classes_since(_last_noted):
         if _namespace(kind).get("__module__") in _MODULES:
             with suppress(Exception):  # The user's metaclass may raise any error.
                 token_of(kind)
     _last_noted = mark  # Set this last, so that a concurrent call does not rely on an unfinished one.
 
 
+def _classes_since(mark: _Mark | None) -> list[type]:
+    """Return the classes created after ``mark``, or all classes if it is unknown which ones are new.
+
+    Before Python 3.14, the garbage collector and ``gc.freeze`` move either all objects of a generation to an older one
+    or none. Therefore, if the mark is still in a young generation, so are all classes created after it.
+    """
+    recent, collections, _ = gc.get_count()
+    # If the user disabled the collector or raised its threshold, the young generations may contain millions of objects.
+    if mark is not None and recent + collections * gc.get_threshold()[0] < _MANY:
+        young = [each for generation in _YOUNG for each in instances(type, _Mark, generation=generation)]
+        if any(each is mark for each in young):
+            return list(filter(is_class, young))
+    return _all_classes()
+
+
 def _all_classes() -> list[type]:
+    """Return all classes of the process: every class is a subclass of ``object``."""
     subclasses = type.__subclasses__
     # Compare ids, because a metaclass may define equality without a hash. `found` keeps the classes alive, so that no
     # id is reused.
@@ -126,7 +141,7 @@ def _all_classes() -> list[type]:
 
 
 def _renew_lock() -> None:
-    """Replace cloudpickle's lock in a forked process. Another thread may have held it during the fork."""
+    """Replace cloudpickle's lock in a forked process. Another thread may have held it when the process was forked."""
     cloudpickle._DYNAMIC_CLASS_TRACKER_LOCK = threading.Lock()
 
 

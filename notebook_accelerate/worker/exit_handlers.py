@@ -171,7 +171,7 @@ def _close_files() -> None:
 
 
 def _other_files() -> Iterator[type]:
-    """Yield the imported classes whose objects write or delete a file when they are closed, but are not files."""
+    """Yield the imported classes whose objects are not files, but write or delete a file when they are closed."""
     for module, name in (("zipfile", "ZipFile"), ("tempfile", "_TemporaryFileCloser")):
         if isinstance(kind := getattr(_module(module), name, None), type):
             yield kind

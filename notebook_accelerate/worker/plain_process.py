@@ -82,23 +82,27 @@ def _disconnect_shell(shell: Any) -> None:
             kind.clear_instance()
 
 
-_LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
+_LIGHTNING = ("lightning.", "lightning_fabric.", "pytorch_lightning.")
 
 _of_notebook: list[str] | None = None
 """The names of the modules to hide, or None before `look_for_notebook` has run."""
 _of_lightning: list[str] = []
-"""The names of Lightning's modules with a variable that says whether the session is interactive."""
+"""The names of Lightning's modules that store whether the session is interactive."""
 
 
 def look_for_notebook() -> None:
-    """List the modules to hide or correct, before ranks are forked. In a rank, reading all names would copy pages."""
+    """List the modules to hide or correct, before ranks are forked.
+
+    If a rank read the names of all modules, it would copy their memory pages.
+    """
     global _of_notebook, _of_lightning  # noqa: PLW0603 - one process has one list of modules
     names = list(sys.modules)
     _of_notebook = [name for name in names if f"{name}.".startswith(_NOTEBOOK_PACKAGES)]
-    _of_lightning = [name for name in names if name.startswith(_LIGHTNING) and _has_conclusion(name)]
+    _of_lightning = [name for name in names if f"{name}.".startswith(_LIGHTNING) and _has_conclusion(name)]
 
 
 def _has_conclusion(name: str) -> bool:
+    """Return whether a module stores Lightning's conclusion about the session."""
     return "_IS_INTERACTIVE" in getattr(sys.modules.get(name), "__dict__", ())
 
 

@@ -64,10 +64,10 @@ def disconnect_all() -> None:
 
 def processes_of(folder: Path) -> list[psutil.Process]:
     """Return the processes, except for this one, whose detached runs are recorded in a folder."""
-    # Tests call this in a loop, and reading these files with psutil takes three times as long.
+    # Tests call this in a loop. Reading these files with psutil would take three times as long.
     variable, found = os.fsencode(f"XDG_STATE_HOME={folder}"), []
     for path in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError, psutil.Error):  # The process has exited.
+        with suppress(OSError, psutil.Error):  # The process has exited, or belongs to another user.
             if variable in path.read_bytes().split(b"\0") and int(path.parent.name) != os.getpid():
                 found.append(psutil.Process(int(path.parent.name)))
     return found

@@ -1,7 +1,7 @@
 """Import modules into a server, for the processes that it forks.
 
-At its exit, a process that has imported torch takes 0.4 s of CPU time to destroy torch's objects. A forked process
-would spend most of this time copying memory pages that it shares with the server, so it keeps these objects instead.
+A process that has imported torch spends 0.4 s of CPU time at exit on destroying torch's objects. In a forked process,
+most of this time would be spent copying memory pages shared with the server, so these objects are not destroyed.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from importlib import import_module
 
 _OWN = ("notebook_accelerate", "tests", "__main__")
 _kept: list[str] = []
-"""The installed modules that forked processes keep. Those of the standard library and this project are destroyed."""
+"""The installed modules that forked processes keep. Modules of the standard library and of this project are
+destroyed as usual."""
 
 
 def import_for_forks(names: Iterable[str]) -> None:
     """Import modules and exclude their objects from garbage collection.
 
-    A process forked later exits as usual: it waits for its threads, calls exit handlers, writes buffers and destroys
+    A process forked later exits as usual: it waits for its threads, runs exit handlers, flushes buffers and destroys
     its own modules. However, it does not destroy installed modules or the objects of C++ libraries.
     """
     gc.disable()  # During the imports, garbage collection would take a third of the time and find nothing.
-    atexit.register(_keep)  # This is registered before all handlers of the modules, so it runs after them.
+    atexit.register(_keep)  # This is registered before the handlers of the modules below, so it runs after them.
     for name in names:
         import_module(name)
     gc.collect()
@@ -34,11 +35,12 @@ def import_for_forks(names: Iterable[str]) -> None:
     _kept[:] = [name for name in sys.modules if name.partition(".")[0] not in {*sys.stdlib_module_names, *_OWN}]
     libc = ctypes.CDLL(None)
     if hasattr(libc, "on_exit"):  # Only glibc has this function.
-        libc.on_exit(libc._exit, None)  # This ends the process, with its exit code, before libraries are unloaded.
-        libc.__cxa_atexit(libc.fflush, None, None)  # This runs before `_exit`, which discards C code's buffers.
+        libc.on_exit(libc._exit, None)  # This ends the process before the destructors of C++ libraries run.
+        libc.__cxa_atexit(libc.fflush, None, None)  # This runs before `_exit`, which would discard C code's buffers.
 
 
 def _keep() -> None:
+    """Add a reference to each installed module, so that the interpreter does not destroy it."""
     keep = ctypes.pythonapi.Py_IncRef
     keep.argtypes, keep.restype = [ctypes.py_object], None
     for name in _kept:

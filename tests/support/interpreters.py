@@ -1,7 +1,7 @@
 """Run code as in a new interpreter that has imported torch. It is forked from a server, which saves two seconds.
 
 Only torch and numpy are imported. Code that depends on the start of an interpreter (its flags, ``sitecustomize``, or
-variables that torch reads during its import), or on the unloading of libraries at its exit, needs a real one.
+variables that torch reads during its import), or on the destructors of C++ libraries at its exit, needs a real one.
 """
 
 from __future__ import annotations

@@ -201,7 +201,7 @@ class Kernel:
         prefix: A command that replaces itself with the kernel, such as ("ip", "netns", "exec", ...).
         python: The kernel's interpreter.
         server: Whether the kernel starts its zygote early, as it does for users.
-        detached: The number of detached runs whose processes are forked instead of started.
+        detached: The number of detached runs of this kernel whose processes are forked instead of started.
         forked: Whether the kernel may be forked from a process that has imported torch and this package
             (`kernel_forks`). Otherwise it is a new interpreter without any imports.
     """

@@ -3,9 +3,9 @@
 ``python kernel_fork_server.py DESCRIPTOR`` exits when the other end of the socket is closed. It is a separate program,
 because each kernel inherits its imports.
 
-A kernel's zygote would import torch again. Instead, each kernel begins by forking a spare process, which becomes the
-zygote, and others for the detached runs that it will launch. The process of a detached run that the tests launch is
-forked, too, and so is a command that joins a run; each forks a spare process for its zygote.
+A kernel's zygote would import torch again. Instead, each kernel begins by forking spare processes: one becomes its
+zygote, the others the processes of its detached runs. If a test itself launches a detached run or a command that joins
+a run, that process is forked, too, and forks a spare process for its zygote.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Tests of what is imported, or of when, start a kernel with ``forked=False``.
 """
 DETACHED = "notebook_accelerate.launch.detached_process"
 SPARES = "TEST_SPARES"
-"""The environment variable that sets the number of a kernel's spare processes. The default is one."""
+"""The environment variable that sets the number of a kernel's spare processes. The default is one, for the zygote."""
 READ_AT_START = ("PYTHON", "OMP_", "MKL_", "KMP_", "OPENBLAS_", "LD_", "MALLOC_", "TORCH", "CUDA", "XLA", "PJRT")
 """Prefixes of variables that the interpreter or torch reads at its start. A forked process would ignore changes."""
 _LONGEST = 1 << 17
@@ -107,7 +107,7 @@ def become(request: dict[str, Any], out: int, err: int) -> None:
 
 
 class Spare(NamedTuple):
-    """The spare process of a kernel."""
+    """A spare process of a kernel."""
 
     pid: int
     channel: socket.socket

@@ -94,7 +94,7 @@ class ForkBackend(ProcessBackend):
 
     def prepare_next(self) -> None:
         if _is_idle(self._planned):
-            cells.note_classes()
+            cells.note_classes()  # The next launch then searches only classes created after this call.
         _collapse_unshared_memory(self._planned)
 
     def start_rank(self, order: WorkerOrder) -> RankProcess:
@@ -128,5 +128,5 @@ def _collapse_unshared_memory(planned: int) -> None:
 
 
 def _is_idle(planned: int) -> bool:
-    """Return whether this process has no ranks, and has planned no launch since ``plans`` was ``planned``."""
+    """Return whether this process has no ranks and has planned no launch since ``fork_probe.plans`` was ``planned``."""
     return not ForkedRank.living and fork_probe.plans == planned

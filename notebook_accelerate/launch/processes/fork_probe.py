@@ -214,8 +214,8 @@ header shows the first hazard."""
 
 _LIBRARY = re.compile(r"/\S*\.so\S*")
 _FROM_PYTHON = re.compile(r"/psygnal/[^/]+$|__mypyc\.")
-"""Libraries that mypyc has compiled from Python, such as psygnal, which anywidget imports for a kernel's first panel.
-Loading them changes nothing that a fork could break."""
+"""Libraries that mypyc compiled from Python code, such as psygnal's, which a kernel's first panel loads because
+anywidget imports psygnal. Loading them changes nothing that a fork could break."""
 _NATIVE_CHARS = 15
 """The number of characters of a thread's name that Linux keeps."""
 _passed: set[tuple[frozenset[str], frozenset[str]]] = set()

@@ -63,7 +63,7 @@ _READ_BY_TORCH = (
 )  # fmt: skip
 """The prefixes of the variables that the server's import of torch reads, in addition to `import_variables`."""
 _SET_LATER = frozenset({"OMP_NUM_THREADS", "PYTORCH_NVML_BASED_CUDA_CHECK"})
-"""Variables that still take effect in a rank after the import. Lightning sets the second."""
+"""Variables that torch reads again after its import, so that they take effect in a rank. Lightning sets the second."""
 READY = b"\1"
 """The server's first message, sent once it has imported the modules that ranks need when they start."""
 START_SECONDS = 120.0

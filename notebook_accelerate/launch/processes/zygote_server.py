@@ -193,11 +193,11 @@ def preload(names: Sequence[str]) -> None:
 
 
 def serve(descriptor: int) -> NoReturn:
-    """Run the server process until the kernel closes the control socket, and exit.
+    """Run the server process until the kernel closes the control socket, then exit.
 
     Args:
         descriptor: The server's end of the control socket.
     """
     preload(PRELOADED)
     _Server(socket.socket(fileno=descriptor)).run()
-    os._exit(0)  # Otherwise, the kernel would wait some tenths of a second while torch's objects are destroyed.
+    os._exit(0)  # Otherwise, the kernel would wait a few tenths of a second while torch's objects are destroyed.

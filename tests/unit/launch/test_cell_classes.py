@@ -357,9 +357,13 @@ def test_a_process_forked_while_the_lock_is_held_can_create_tokens() -> None:
     assert done.stdout == "32\n"
 
 
-@pytest.mark.parametrize("moves", [None, gc.collect, gc.freeze])
-def test_all_classes_are_searched_only_if_the_collector_has_moved_new_ones(
-    main: dict[str, Any], moves: Callable[[], object] | None
+def _create_many() -> object:
+    return [[] for _ in range(2 * cells._MANY)]
+
+
+@pytest.mark.parametrize("happens", [None, gc.collect, gc.freeze, _create_many])
+def test_all_classes_are_searched_if_new_ones_were_moved_or_there_are_too_many_new_objects(
+    main: dict[str, Any], happens: Callable[[], object] | None
 ) -> None:
     searched: list[str] = []
 
@@ -367,16 +371,16 @@ def test_all_classes_are_searched_only_if_the_collector_has_moved_new_ones(
         if event == "c_call" and called.__name__ == "__subclasses__":
             searched.append(called.__name__)
 
+    gc.collect()
     with gc_paused():
         try:
             cells.note_classes()
             kind = type("Kind", (), {"__module__": "__main__"})
-            if moves is not None:
-                moves()
+            created = happens() if happens is not None else None
             sys.setprofile(count)
             cells.note_classes()
         finally:
             sys.setprofile(None)
-            gc.unfreeze()
     assert kind in cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS
-    assert bool(searched) is (moves is not None or sys.version_info >= (3, 14))
+    assert bool(searched) is (happens is not None or sys.version_info >= (3, 14))
+    del created

@@ -182,6 +182,7 @@ def test_waiting_ranks_are_reported_if_nothing_else_explains_the_wait() -> None:
     assert len(sentences({"loader": 0.02}, {}, {}, waits=(wait,))) == 1  # The loader causes the wait.
     for unsure in (
         replace(wait, usual=0.009),  # A step takes 50 ms.
+        replace(wait, seconds={1: 0.009, 2: 0.009}),  # In each step, another rank waits long.
         replace(wait, line=None),
         replace(wait, culprit=9),
     ):

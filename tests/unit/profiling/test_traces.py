@@ -36,7 +36,7 @@ def event(name: str, start: float, duration: float, thread: int = MAIN, **argume
 def rank_events(late: float, later: float | None = None) -> list[dict[str, Any]]:
     """Return a rank's events: two steps of 10 ms, each with a matrix product and an all_reduce of 4 MB.
 
-    The first all_reduce starts ``late`` microseconds late, the second one ``later`` (default: as late as the first).
+    The first all_reduce starts ``late`` microseconds late, and the second ``later`` microseconds, by default the same.
     """
     sums = {"Input Dims": [[1_000_000]], "Input type": ["float"]}
     found = []
