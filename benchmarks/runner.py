@@ -116,7 +116,7 @@ def _text(figure: Figure) -> str:
 
 def _line(what: str, *cells: str) -> str:
     return f"  {what:<{_WIDTHS[0]}}" + "".join(
-        f"{cell:>{width}}" for cell, width in zip(cells, _WIDTHS[1:], strict=True)
+        f"  {cell:>{width - 2}}" for cell, width in zip(cells, _WIDTHS[1:], strict=True)
     )
 
 
