@@ -181,14 +181,17 @@ def slowest_rank(ranks: Sequence[RankFacts], facts: ProfileFacts, others: Sequen
         known = {each.rank: each for each in ranks}
         culprit = known.get(wait.culprit)
         longest = max(wait.seconds.values(), default=0.0)
+        if culprit is None:
+            continue
         # A single slow step proves nothing, even for a rank that is often last: of two ranks, one is last in at least
-        # two of any three steps.
-        if culprit is None or min(wait.usual, longest) < max(LEAST_WAIT * culprit.step, 2 * LEAST_SECONDS):
+        # two of any three steps. Also leave out the time during which the rank did not get a CPU core.
+        certain = min(wait.usual, longest) - culprit.delay * culprit.step
+        if certain < max(LEAST_WAIT * culprit.step, 2 * LEAST_SECONDS):
             continue
         if any(wait.culprit in each.ranks and each.seconds >= 0.5 * longest for each in causes):
             continue
-        if culprit.delay * culprit.step > 0.5 * longest or (wait.line is None and wait.computing < 0.5):
-            continue  # The rank did not get a CPU core, or the trace does not show its work.
+        if wait.line is None and wait.computing < 0.5:
+            continue  # The trace does not show the rank's work.
         line = (wait.line.text(),) if wait.line is not None else ()
         doing = f", which is at {wait.line.text()}" if wait.line is not None else ", which computes"
         waiting = sorted(wait.seconds)
