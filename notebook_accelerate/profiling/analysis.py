@@ -184,8 +184,8 @@ def slowest_rank(ranks: Sequence[RankFacts], facts: ProfileFacts, others: Sequen
         if culprit is None:
             continue
         # A single slow step proves nothing, even for a rank that is often last: of two ranks, one is last in at least
-        # two of any three steps. Also leave out the time during which the rank did not get a CPU core.
-        certain = min(wait.usual, longest) - culprit.delay * culprit.step
+        # two of any three steps. A rank that lacks CPU time may be late for that reason. Leave that part out.
+        certain = min(wait.usual, longest) * culprit.running / culprit.step
         if certain < max(LEAST_WAIT * culprit.step, 2 * LEAST_SECONDS):
             continue
         if any(wait.culprit in each.ranks and each.seconds >= 0.5 * longest for each in causes):

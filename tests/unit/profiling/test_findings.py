@@ -187,8 +187,8 @@ def test_waiting_ranks_are_reported_if_nothing_else_explains_the_wait() -> None:
         replace(wait, culprit=9),
     ):
         assert sentences({}, {}, {}, waits=(unsure,)) == []
-    assert len(sentences({"delay": 0.1}, {}, {}, waits=(wait,))) == 1
-    assert sentences({"delay": 0.2}, {}, {}, waits=(wait,)) == []  # Rank 0 did not get a CPU core for 10 ms per step.
+    assert len(sentences({"delay": 0.3}, {}, {}, waits=(wait,))) == 1
+    assert sentences({"delay": 0.4}, {}, {}, waits=(wait,)) == []  # Rank 0 lacked a CPU core for 40 % of the step.
     part = ProfileFacts([replace(HEALTHY, rank=rank) for rank in range(3)], [wait], world=8)
     assert apply_rules(part)[0].sentence.startswith("ranks 1, 2 wait 18 ms")  # Nothing is known about the other ranks.
 
