@@ -173,8 +173,8 @@ def join_collectives(traces: Sequence[RankTrace], clocks: Mapping[int, float]) -
 def join(calls: Mapping[int, Sequence[TracedCall]]) -> list[Joined]:
     """Match the collectives of the ranks in each group by their numbers.
 
-    Without numbers, calls of different ranks match if they have the same operation and size and overlap in time. Groups
-    whose ranks do not agree are omitted.
+    Without numbers, calls of different ranks match if they have the same operation and size and overlap in time. If
+    ranks do not agree on the calls of one operation and size, these calls are omitted.
 
     Args:
         calls: The calls of each rank, in chronological order.
@@ -195,24 +195,29 @@ def _join_group(members: Mapping[int, Sequence[TracedCall]]) -> list[Joined]:
         common = sorted(set.intersection(*(set(row) for row in numbered.values())))
         pairs = ((number, {rank: row[number] for rank, row in numbered.items()}) for number in common)
         return [Joined(number, calls) for number, calls in pairs if _alike(calls)]
-    first, *others = members
-    shifts = {first: 0}
-    for rank in others:
-        shift = _shift(members[first], members[rank])
-        if shift is None:
-            return []
-        shifts[rank] = shift
+    first = next(iter(members))
+    places = {call.event: place for place, call in enumerate(members[first], 1)}
+    # Collectives that run at the same time may start in different orders on two ranks, so match each kind by itself.
     found = []
-    for index in range(len(members[first])):
-        row = {rank: _at(members[rank], index + shifts[rank]) for rank in members}
-        calls = {rank: call for rank, call in row.items() if call is not None}
-        if len(calls) == len(members) and _alike(calls):
-            found.append(Joined(index + 1, calls))
+    for kind in dict.fromkeys(call.kind for call in members[first]):
+        rows = {rank: [call for call in row if call.kind == kind] for rank, row in members.items()}
+        found += [Joined(places[calls[first].event], calls) for calls in _matches(rows, first)]
     return found
 
 
+def _matches(rows: Mapping[int, Sequence[TracedCall]], first: int) -> list[dict[int, TracedCall]]:
+    """Match the calls of one kind, and return the calls of all ranks for each match."""
+    shifts = {rank: _shift(rows[first], row) for rank, row in rows.items()}
+    known = {rank: shift for rank, shift in shifts.items() if shift is not None}
+    if len(known) < len(rows):
+        return []
+    found = [{rank: _at(rows[rank], index + known[rank]) for rank in rows} for index in range(len(rows[first]))]
+    complete = ({rank: call for rank, call in calls.items() if call is not None} for calls in found)
+    return [calls for calls in complete if len(calls) == len(rows)]
+
+
 def _alike(calls: Mapping[int, TracedCall]) -> bool:
-    return len({(call.operation, call.nbytes) for call in calls.values()}) == 1
+    return len({call.kind for call in calls.values()}) == 1
 
 
 def _at(row: Sequence[TracedCall], index: int) -> TracedCall | None:
@@ -229,7 +234,7 @@ def _shift(base: Sequence[TracedCall], other: Sequence[TracedCall]) -> int | Non
         pairs = [(call, same) for index, call in enumerate(base) if (same := _at(other, index + shift)) is not None]
         if len(pairs) < max(1, min(len(base), len(other)) // 2):
             continue
-        agreeing = sum(_same(call, same) for call, same in pairs) / len(pairs)
+        agreeing = sum(_overlap(call, same) for call, same in pairs) / len(pairs)
         if agreeing > most:
             best, most = shift, agreeing
         if most == 1:
@@ -237,9 +242,8 @@ def _shift(base: Sequence[TracedCall], other: Sequence[TracedCall]) -> int | Non
     return best if most >= LEAST_AGREEMENT else None
 
 
-def _same(one: TracedCall, other: TracedCall) -> bool:
-    overlap = max(one.start, other.start) <= min(one.end, other.end) + 0.001
-    return one.operation == other.operation and one.nbytes == other.nbytes and overlap
+def _overlap(one: TracedCall, other: TracedCall) -> bool:
+    return max(one.start, other.start) <= min(one.end, other.end) + 0.001
 
 
 # ---- the collectives of one rank
@@ -266,6 +270,11 @@ class TracedCall:
     start: float
     end: float
     number: int = 0
+
+    @property
+    def kind(self) -> tuple[str, int]:
+        """What must be the same on all ranks: the operation and its size."""
+        return self.operation, self.nbytes
 
 
 def calls_of(trace: RankTrace, clock: float) -> list[TracedCall]:

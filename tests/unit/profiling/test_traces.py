@@ -15,6 +15,7 @@ import pytest
 
 from notebook_accelerate.launch import Profile
 from notebook_accelerate.profiling.analysis import Analysis, slow_loader
+from notebook_accelerate.profiling.collective_waits import TracedCall, join
 from notebook_accelerate.profiling.facts import RankFacts
 from notebook_accelerate.profiling.tables import peak_of, what_fits
 from notebook_accelerate.profiling.timeline import ChromeEvents, Step, Timeline, Track
@@ -195,6 +196,23 @@ def test_collectives_of_different_ranks_are_not_joined() -> None:
     assert Analysis([trace(0), other], {}, str).joined == []
     several = parse({"distributedInfo": {"rank": 1, "pg_count": 2}}, rank_events(0.0))
     assert Analysis([trace(0), several], {}, str).joined == []  # It is unknown which group the collective belongs to.
+
+
+def test_collectives_that_start_in_another_order_on_one_rank_are_joined() -> None:
+    """In each of five steps, two collectives of different sizes run at the same time, in two threads of each rank."""
+
+    def calls(swapped: int) -> list[TracedCall]:
+        sizes = [(2, 1) if step < swapped else (1, 2) for step in range(5)]
+        return [
+            TracedCall(2 * step + place, "", "all_reduce", nbytes, step + 0.01 * place, step + 0.5)
+            for step, pair in enumerate(sizes)
+            for place, nbytes in enumerate(pair)
+        ]
+
+    joined = join({0: calls(0), 1: calls(2)})
+    assert [each.number for each in joined] == list(range(1, 11))
+    assert all(len({call.kind for call in each.calls.values()}) == 1 for each in joined)
+    assert [each.calls[1].event for each in joined] == [1, 0, 3, 2, 4, 5, 6, 7, 8, 9]
 
 
 def test_collectives_of_groups_are_joined_by_when_each_rank_entered_them() -> None:
