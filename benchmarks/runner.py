@@ -19,7 +19,7 @@ from benchmarks.record import number
 
 OUTPUT = Path(".build") / "bench.json"
 
-_WIDTHS = (62, 12, 12, 8, 14, 18)
+_WIDTHS = (62, 10, 10, 6, 12, 16)
 QUICK = (
     "fork",
     "package import",
@@ -116,7 +116,7 @@ def _text(figure: Figure) -> str:
 
 def _line(what: str, *cells: str) -> str:
     return f"  {what:<{_WIDTHS[0]}}" + "".join(
-        f"  {cell:>{width - 2}}" for cell, width in zip(cells, _WIDTHS[1:], strict=True)
+        f"  {cell:>{width}}" for cell, width in zip(cells, _WIDTHS[1:], strict=True)
     )
 
 

@@ -71,8 +71,8 @@ def instances(*kinds: type, generation: int | None = None) -> list[Any]:
 
     Do not loop over ``gc.get_objects()`` while other threads may run. Its list may contain a tuple that another thread
     is still filling. If so, ``tuple(...)`` raises SystemError in that thread, because a tuple with a second reference
-    cannot be resized (bpo-15108). Here, the list exists only during a single call of a C function, in which the
-    interpreter does not switch threads. This function never reads ``__class__``, which could raise an error if the
+    cannot be resized (bpo-15108). Here, the list exists only while a single C function runs, and the interpreter does
+    not switch threads until it returns. This function never reads ``__class__``, which could raise an error if the
     object is a proxy, or import a lazy module.
 
     Args:

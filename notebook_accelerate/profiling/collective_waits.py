@@ -211,9 +211,11 @@ def _matches(rows: Mapping[int, Sequence[TracedCall]], first: int) -> list[dict[
     known = {rank: shift for rank, shift in shifts.items() if shift is not None}
     if len(known) < len(rows):
         return []
-    found = [{rank: _at(rows[rank], index + known[rank]) for rank in rows} for index in range(len(rows[first]))]
-    complete = ({rank: call for rank, call in calls.items() if call is not None} for calls in found)
-    return [calls for calls in complete if len(calls) == len(rows)]
+    found = (
+        {rank: call for rank, row in rows.items() if (call := _at(row, index + known[rank])) is not None}
+        for index in range(len(rows[first]))
+    )
+    return [calls for calls in found if len(calls) == len(rows)]
 
 
 def _alike(calls: Mapping[int, TracedCall]) -> bool:

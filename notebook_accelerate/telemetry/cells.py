@@ -89,7 +89,7 @@ _last_noted: _Mark | None = None
 _YOUNG = (0, 1) if sys.version_info < (3, 14) else ()
 """The garbage collector's young generations, or () on Python 3.14, which moves their objects one by one."""
 _MANY = 100_000
-"""Listing this many young objects takes about as long as a search of all classes."""
+"""If there are more young objects than this, searching all classes is faster than listing them."""
 
 
 def note_classes() -> None:
